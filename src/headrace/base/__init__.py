@@ -1,0 +1,1 @@
+"""Errors, events and units: what every other room may use."""
