@@ -1,0 +1,1 @@
+"""Training data: files to rows, rows to tokens, tokens to batches, in an order that can be resumed."""
