@@ -1,0 +1,1 @@
+"""Placements from specs and budgets; pure, standard library only."""

@@ -1,0 +1,159 @@
+"""Choose a placement: the fastest tiers whose bytes fit the budgets, or an error with the smallest that works."""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import dataclass, replace
+
+from headrace.base.errors import OptionError, PlanError
+from headrace.base.units import format_bytes
+from headrace.spec.footprint import Footprint, footprint
+from headrace.spec.model import REST, ModelSpec
+from headrace.spec.placement import DEVICE, DISK, HOST, TIERS, Placement
+
+WORK_SHARE = 0.25
+"""Share of the device budget that "auto" leaves to activations, whose size no one knows before the first batch."""
+
+Choice = str | dict[str | int, str]
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Bytes that may be used. None: not limited by us."""
+
+    device: int | None
+    host: int
+    disk: int | None
+    """None: no disk folder was given."""
+    shared: bool
+    """The device is the CPU: device bytes are host bytes too."""
+
+
+def tiers_for(spec: ModelSpec, choice: Choice, region: str) -> tuple[str, ...]:
+    """A tier for each unit from "host" or {"*": "disk", 0: "host", "lm_head*": "host"} (block numbers, name patterns)."""
+    rules: dict[str | int, str] = choice if isinstance(choice, dict) else {"*": choice}
+    for tier in rules.values():
+        if tier not in TIERS:
+            raise OptionError(f"placement of {region} is unknown", f"got {tier!r}", f"Use one of {', '.join(TIERS)}")
+    blocks = [unit.index for unit in spec.units if unit.kind == "block"]
+    tiers: list[str] = []
+    for unit in spec.units:
+        tier = rules.get("*", HOST)
+        for pattern, value in rules.items():
+            if isinstance(pattern, int):
+                if -len(blocks) <= pattern < len(blocks) and blocks[pattern] == unit.index:
+                    tier = value
+            elif pattern != "*" and fnmatch.fnmatch(unit.name, pattern):
+                tier = value
+        tiers.append(DEVICE if region == "weights" and unit.kind == REST else tier)
+    for pattern in rules:
+        known = range(-len(blocks), len(blocks))
+        names = [unit.name for unit in spec.units]
+        if (isinstance(pattern, int) and pattern not in known) or (
+            isinstance(pattern, str) and not fnmatch.filter(names, pattern)
+        ):
+            raise OptionError(
+                f"placement of {region} names {pattern!r}, which matches no unit",
+                f"units: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}",
+                "Use a block number, a name pattern or '*'",
+            )
+    return tuple(tiers)
+
+
+def choose(spec: ModelSpec, budgets: Budgets, base: Placement, choice: str | dict[str, Choice]) -> tuple[Placement, str]:
+    """The placement and the reason for it. Raises PlanError with the smallest budget that works.
+
+    `base` carries everything but the tiers. `choice` is "auto" or {"weights": ..., "state": ...}.
+    """
+    if isinstance(choice, dict):
+        unknown = set(choice) - {"weights", "state"}
+        if unknown:
+            raise OptionError(f"placement has an unknown region {sorted(unknown)[0]!r}", "", "Use 'weights' and 'state'")
+        weights = tiers_for(spec, choice.get("weights", HOST), "weights")
+        state = tiers_for(spec, choice.get("state", _follow(choice.get("weights", HOST))), "state")
+        _check_pairs(spec, weights, state)
+        placement = replace(base, weights=weights, state=state)
+        _require(spec, placement, budgets, work=0.0)
+        return placement, "as asked"
+    if choice != "auto":
+        raise OptionError("placement is unknown", f"got {choice!r}", "Use 'auto' or {'weights': ..., 'state': ...}")
+    tried: list[tuple[Placement, list[str]]] = []
+    for weights_tier, state_tier in ((DEVICE, DEVICE), (DEVICE, HOST), (HOST, HOST), (HOST, DISK), (DISK, DISK)):
+        if DISK in (weights_tier, state_tier) and budgets.disk is None:
+            continue
+        weights = tiers_for(spec, weights_tier, "weights")
+        placement = replace(base, weights=weights, state=tuple(state_tier for _ in spec.units))
+        short = _shortfalls(footprint(spec, placement), budgets, WORK_SHARE)
+        if not short:
+            why = "; ".join(f"{_tiers(p)} {s[0]}" for p, s in tried) or "everything fits on the device"
+            return placement, why
+        tried.append((placement, short))
+    last, _ = tried[-1]
+    smallest = replace(last, slots=1)
+    if not _shortfalls(footprint(spec, smallest), budgets, 0.0):
+        return smallest, "only one slot fits: no look-ahead"
+    _require(spec, smallest, budgets, work=0.0)
+    raise AssertionError("unreachable")
+
+
+def _follow(choice: Choice) -> Choice:
+    """State goes where the weights go when only these are placed."""
+    return choice
+
+
+def _tiers(placement: Placement) -> str:
+    return f"weights on {placement.weights[0]} and state on {placement.state[0]}"
+
+
+def _check_pairs(spec: ModelSpec, weights: tuple[str, ...], state: tuple[str, ...]) -> None:
+    for unit in spec.units:
+        if state[unit.index] == DEVICE and weights[unit.index] != DEVICE and unit.trained.entries:
+            raise OptionError(
+                f"placement keeps the optimizer state of {unit.name} on the device but not its weights",
+                f"weights on {weights[unit.index]}, state on device",
+                "Put the weights on the device too, or the state on the host",
+            )
+
+
+def _shortfalls(need: Footprint, budgets: Budgets, work: float) -> list[str]:
+    short = []
+    device, host = need.device_bytes, need.host_bytes + (need.device_bytes if budgets.shared else 0)
+    if budgets.device is not None and device > budgets.device * (1 - work):
+        short.append(f"needs {format_bytes(device)} of device memory, {format_bytes(budgets.device * (1 - work))} may be used")
+    if host > budgets.host * (1 - work if budgets.shared else 1):
+        short.append(f"needs {format_bytes(host)} of host memory, {format_bytes(budgets.host)} may be used")
+    if need.disk_bytes and need.disk_bytes > (budgets.disk or 0):
+        free = "no disk_dir is given" if budgets.disk is None else f"{format_bytes(budgets.disk)} are free"
+        short.append(f"needs {format_bytes(need.disk_bytes)} of disk, {free}")
+    return short
+
+
+def _require(spec: ModelSpec, placement: Placement, budgets: Budgets, work: float) -> None:
+    need = footprint(spec, placement)
+    short = _shortfalls(need, budgets, work)
+    if not short:
+        return
+    largest = max(
+        ((f"{region} on the {tier}", size) for tier, parts in (("device", need.device), ("host", need.host), ("disk", need.disk))
+         for region, size in parts.items()),
+        key=lambda item: item[1],
+    )  # fmt: skip
+    advice = []
+    device = footprint(spec, _smallest(spec, placement)).device_bytes
+    if budgets.device is not None and need.device_bytes > budgets.device:
+        advice.append(
+            f"The smallest device_memory that works is {format_bytes(device)} ({device} bytes): window=1, all weights streamed"
+        )
+    if budgets.disk is None:
+        advice.append("Give disk_dir to put weights and state on disk")
+    advice.append("Raise the budget or choose other tiers in placement")
+    raise PlanError(
+        f"the model does not fit: it {'; it '.join(short)}",
+        f"largest part: {largest[0]}, {format_bytes(largest[1])}",
+        ". ".join(advice),
+    )
+
+
+def _smallest(spec: ModelSpec, placement: Placement) -> Placement:
+    weights = tuple(DEVICE if unit.kind == REST else HOST for unit in spec.units)
+    return replace(placement, weights=weights, state=(HOST,) * len(spec.units), slots=1)

@@ -1,0 +1,1 @@
+"""Schedules as data: ops, programs, the passes that build them, their check."""

@@ -1,0 +1,250 @@
+"""The passes that build programs: forward, backward, update. Pure functions of spec, placement and visits.
+
+A pass is a list of visits, in the order in which the model calls its blocks. Each visit becomes one compute op, and
+around it the copies that it needs. Dependencies are named by tokens (`slot:s1`, `home:u4`): the last op that gave a
+token in this program, or else in an earlier one, is what a later op waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from headrace.schedule.op import Op, Program
+from headrace.spec.model import REST, TILE, ModelSpec
+from headrace.spec.placement import DEVICE, DISK, Placement
+
+ROWS = "rows"
+"""Kind of a visit that gathers rows of a matrix (an embedding) instead of loading a unit."""
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One taken-over call of a pass. `unit` is a unit's index, or a matrix's index when the kind is "rows"."""
+
+    unit: int
+    kind: str = "block"
+    grad: bool = True
+    """Its backward runs."""
+    saves_input: bool = False
+    """Its input waits in host memory until the backward."""
+
+
+class _Builder:
+    def __init__(self, spec: ModelSpec, placement: Placement, slots: Sequence[int | None]) -> None:
+        self.spec, self.placement = spec, placement
+        self.ops: list[Op] = []
+        self.tokens: dict[str, int] = {}
+        self.slots: list[int | None] = list(slots)
+        self.last_used = [-1] * len(self.slots)
+        self.counts: dict[str, int] = {}
+
+    def add(
+        self, verb: str, region: str, unit: int, place: str, lane: str,
+        waits: Iterable[str] = (), gives: Iterable[str] = (), visit: int = -1,
+    ) -> None:  # fmt: skip
+        index = len(self.ops)
+        after, before = [], []
+        for token in dict.fromkeys(waits):
+            if token in self.tokens:
+                after.append(self.tokens[token])
+            else:
+                before.append(token)
+        gives = tuple(gives)
+        self.ops.append(
+            Op(index, verb, region, unit, place, lane, tuple(sorted(set(after))), tuple(before), gives, visit)
+        )
+        self.tokens.update(dict.fromkeys(gives, index))
+
+    def turn(self, kind: str, count: int) -> str:
+        """The next place of a ring."""
+        number = self.counts.get(kind, 0)
+        self.counts[kind] = number + 1
+        return f"{kind}{number % count}"
+
+    def bring(self, unit: int, later: Sequence[int]) -> tuple[str, list[str]]:
+        """Make the unit's weights present. Returns (place, tokens the compute op waits for)."""
+        if not self.placement.streams(unit):
+            return "r", [f"home:u{unit}"]
+        if unit in self.slots:
+            slot = self.slots.index(unit)
+        else:
+            slot = self._evict(later)
+            self.slots[slot] = unit
+            self._load(unit, slot)
+        self.last_used[slot] = len(self.ops)
+        return f"s{slot}", [f"loaded:s{slot}"]
+
+    def _evict(self, later: Sequence[int]) -> int:
+        """The slot whose content is needed again last; among those never needed again, the longest unused."""
+
+        def badness(slot: int) -> tuple[int, int]:
+            unit = self.slots[slot]
+            next_use = later.index(unit) if unit in later else len(later)
+            return (next_use if unit is not None else len(later) + 1, -self.last_used[slot])
+
+        return max(range(len(self.slots)), key=badness)
+
+    def _load(self, unit: int, slot: int) -> None:
+        place, free, ready = f"s{slot}", f"slot:s{slot}", f"loaded:s{slot}"
+        if self.placement.home(unit) == DISK:
+            if not self.placement.staged:
+                self.add("READ", "weights", unit, place, "read", [f"home:u{unit}", free], [ready])
+                return
+            stage = self.turn("h", self.placement.slots)
+            self.add("READ", "weights", unit, stage, "read", [f"home:u{unit}", f"unstaged:{stage}"], [f"staged:{stage}"])
+            self.add("LOAD", "weights", unit, place, "h2d", [f"staged:{stage}", free], [ready, f"unstaged:{stage}"])
+            return
+        self.add("LOAD", "weights", unit, place, "h2d", [f"home:u{unit}", free], [ready])
+
+    def done(self, place: str, later: Sequence[int], unit: int, keep: bool) -> None:
+        """After the compute op: give the slot up when nothing needs its content any more."""
+        if place != "r" and unit not in later and not keep:
+            self.add("FREE", "weights", unit, place, "compute", [f"slot:{place}"], [f"slot:{place}"])
+            self.slots[int(place[1:])] = None
+
+    def update(self, unit: int) -> None:
+        """Everything one unit's update needs, in order."""
+        placement, place = self.placement, "-"
+        home, state = placement.home(unit), placement.state[unit]
+        needs = [f"grads:u{unit}", f"home:u{unit}", "norm"]
+        staged = DISK in (home, state)
+        if staged:
+            place = self.turn("u", placement.update_slots)
+            self.add("READ", "state", unit, place, "state",
+                     [f"home:u{unit}", f"state:u{unit}", f"unstaged:{place}"], [f"staged:{place}"])  # fmt: skip
+            needs.append(f"staged:{place}")
+        refresh = placement.weights[unit] == DEVICE and home != DEVICE
+        ends = [f"updated:u{unit}"] + ([f"home:u{unit}"] if home != DISK and not refresh else [])
+        self.add("UPDATE", "state", unit, place, "host", needs, ends)
+        if staged:
+            ends = [f"unstaged:{place}", f"state:u{unit}"] + ([f"home:u{unit}"] if home == DISK else [])
+            self.add("WRITE", "state", unit, place, "write", [f"updated:u{unit}"], ends)
+        if refresh:
+            self.add("LOAD", "weights", unit, "r", "h2d", [f"updated:u{unit}", f"used:u{unit}"], [f"home:u{unit}"])
+
+
+def forward(
+    spec: ModelSpec, placement: Placement, visits: Sequence[Visit], slots: Sequence[int | None], keep: bool
+) -> Program:
+    """One forward pass. `slots`: contents on entry; `keep`: the last contents serve the backward that follows."""
+    build = _Builder(spec, placement, slots)
+    units = [visit.unit if visit.kind != ROWS else -1 for visit in visits]
+    for number, visit in enumerate(visits):
+        later = units[number + 1 :]
+        if visit.kind == ROWS:
+            build.add("FORWARD", "-", -1, "-", "compute", _rows_ready(spec, visit), [], number)
+            continue
+        place, waits = build.bring(visit.unit, later)
+        gives = [f"slot:{place}"] if place != "r" else [f"used:u{visit.unit}"]
+        build.add("FORWARD", "-", visit.unit, place, "compute", waits, [*gives, f"forward:v{number}"], number)
+        if visit.saves_input:
+            build.add("SEND", "input", visit.unit, "-", "d2h", [f"forward:v{number}"], [f"input:v{number}"], number)
+        build.done(place, later, visit.unit, keep)
+    return Program("forward", tuple(build.ops), tuple(slots), tuple(build.slots))
+
+
+def _rows_ready(spec: ModelSpec, visit: Visit) -> list[str]:
+    return [f"home:u{tile}" for tile in spec.matrices[visit.unit].tiles]
+
+
+def backward(
+    spec: ModelSpec,
+    placement: Placement,
+    visits: Sequence[Visit],
+    slots: Sequence[int | None],
+    held: frozenset[int] = frozenset(),
+    early: Sequence[int] = (),
+) -> Program:
+    """The backward of a forward with these visits (given in forward order).
+
+    `held`: units that hold gradients of earlier backwards, to which these are added. `early`: units whose update runs
+    inside this pass, in this order for those still waiting at its end (see design: the order of the next forward).
+    """
+    build = _Builder(spec, placement, slots)
+    order = [number for number in range(len(visits) - 1, -1, -1) if visits[number].grad]
+    units = [visits[n].unit if visits[n].kind != ROWS else -1 for n in order]
+    contributed = set(held)
+    last_use = {unit: position for position, number in enumerate(order) for unit in _contributes(spec, visits[number])}
+    for position, number in enumerate(order):
+        visit, later = visits[number], units[position + 1 :]
+        if visit.kind == ROWS:
+            tiles = spec.matrices[visit.unit].tiles
+            trained = any(spec.units[tile].trained.entries for tile in tiles)
+            waits = [f"{token}:u{tile}" for tile in tiles for token in ("home", "grads")]
+            build.add("BACKWARD", "-", -1, "-", "compute", waits, [f"backward:v{number}"], number)
+            if trained:
+                gives = [f"grads:u{tile}" for tile in tiles]
+                waits = [f"backward:v{number}", *gives, *(f"updated:u{tile}" for tile in tiles)]
+                build.add("ADD", "grads", -1, f"m{visit.unit}", "host", waits, gives, number)
+                contributed.update(tiles)
+        else:
+            _backward_unit(build, visit, number, later, contributed)
+        for unit in early:
+            if last_use.get(unit) == position and spec.units[unit].trained.entries:
+                build.update(unit)
+    return Program("backward", tuple(build.ops), tuple(slots), tuple(build.slots))
+
+
+def _contributes(spec: ModelSpec, visit: Visit) -> tuple[int, ...]:
+    return spec.matrices[visit.unit].tiles if visit.kind == ROWS else (visit.unit,)
+
+
+def _backward_unit(
+    build: _Builder, visit: Visit, number: int, later: Sequence[int], contributed: set[int]
+) -> None:
+    spec, placement, unit = build.spec, build.placement, visit.unit
+    place, waits = build.bring(unit, later)
+    if visit.saves_input:
+        slot = build.turn("i", placement.input_slots)
+        build.add("LOAD", "input", unit, slot, "h2d", [f"input:v{number}", f"free:{slot}"], [f"input:{slot}"], number)
+        waits = [*waits, f"input:{slot}"]
+    gives = [f"slot:{place}"] if place != "r" else [f"used:u{unit}"]
+    gives += [f"free:{slot}"] if visit.saves_input else []
+    if not spec.units[unit].trained.entries:
+        build.add("BACKWARD", "-", unit, place, "compute", waits, gives, number)
+    elif placement.state[unit] == DEVICE:
+        build.add("BACKWARD", "-", unit, place, "compute", [*waits, f"updated:u{unit}"], [*gives, f"grads:u{unit}"], number)
+        contributed.add(unit)
+    else:
+        grad = build.turn("g", placement.grad_slots)
+        build.add("BACKWARD", "-", unit, place, "compute", [*waits, f"sent:{grad}"], [*gives, f"grad:{grad}"], number)
+        if unit in contributed or spec.units[unit].wide_grads:
+            stage = build.turn("a", placement.grad_slots)
+            build.add("SEND", "grads", unit, f"{grad}>{stage}", "d2h", [f"grad:{grad}", f"added:{stage}"],
+                      [f"sent:{grad}", f"arrived:{stage}"], number)  # fmt: skip
+            build.add("ADD", "grads", unit, stage, "host",
+                      [f"arrived:{stage}", f"grads:u{unit}", f"updated:u{unit}"],
+                      [f"grads:u{unit}", f"added:{stage}"], number)  # fmt: skip
+        else:
+            build.add("SEND", "grads", unit, f"{grad}>-", "d2h", [f"grad:{grad}", f"updated:u{unit}"],
+                      [f"sent:{grad}", f"grads:u{unit}"], number)  # fmt: skip
+        contributed.add(unit)
+    build.done(place, later, unit, keep=False)
+
+
+def update(
+    spec: ModelSpec, placement: Placement, units: Sequence[int], slots: Sequence[int | None], norm: bool
+) -> Program:
+    """The updates of `units` in this order, after the norm of all gradients when `norm`."""
+    build = _Builder(spec, placement, ())
+    trained = [unit for unit in units if spec.units[unit].trained.entries]
+    for unit in trained:
+        if spec.units[unit].kind == REST and placement.state[unit] != DEVICE:
+            build.add("SEND", "grads", unit, "r>-", "d2h", [f"backward:u{unit}", f"updated:u{unit}"], [f"grads:u{unit}"])
+    if norm:
+        build.add("NORM", "grads", -1, "-", "host", [f"grads:u{unit}" for unit in trained], ["norm"])
+    for unit in trained:
+        build.update(unit)
+    # What is still in a slot is stale now.
+    after = tuple(None if unit in set(trained) else unit for unit in slots)
+    return Program("update", tuple(build.ops), tuple(slots), after)
+
+
+def forward_order(spec: ModelSpec, visits: Sequence[Visit]) -> list[int]:
+    """Units in the order in which the next forward needs their updates: the rest, then by first visit."""
+    first: dict[int, None] = {unit.index: None for unit in spec.units if unit.kind == REST}
+    for visit in visits:
+        first.update(dict.fromkeys(_contributes(spec, visit)))
+    first.update(dict.fromkeys(unit.index for unit in spec.units if unit.kind in ("block", TILE)))
+    return list(first)

@@ -1,0 +1,98 @@
+"""Op and Program: one step of work, and the ordered ops of a pass, as data that prints and parses back.
+
+    17 LOAD weights u12 -> s1 @h2d after 9 14 slot:s1'
+
+reads: op 17 copies the weights of unit 12 into slot 1 on the lane h2d, after ops 9 and 14 of this program and after
+the last op of an earlier program that produced the token slot:s1 (the mark `'`).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+VERBS = ("READ", "WRITE", "LOAD", "SEND", "FREE", "FORWARD", "BACKWARD", "ADD", "NORM", "UPDATE")
+LANES = ("read", "state", "write", "h2d", "d2h", "compute", "host")
+"""In-order queues. `read` brings weights from disk and `state` the optimizer's state, so that the weights of the next
+forward do not queue behind the state of every block."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """One step of work on one lane."""
+
+    index: int
+    verb: str
+    region: str
+    """weights, state, grads, input (a block's saved input), or - for compute ops."""
+    unit: int
+    """Index of the unit; -1 where there is none."""
+    place: str
+    """Where it goes or works: s1 a weight slot, h0 a host stage, g0 a gradient slot, u2 an update stage, i0 an input
+    slot, r the unit's own device memory; - for its home."""
+    lane: str
+    after: tuple[int, ...] = ()
+    """Earlier ops of this program it waits for."""
+    before: tuple[str, ...] = ()
+    """Tokens of earlier programs it waits for."""
+    gives: tuple[str, ...] = ()
+    """Tokens that stand for this op from now on."""
+    visit: int = -1
+    """Position of the compute op's call in its pass."""
+
+    def __str__(self) -> str:
+        waits = [str(i) for i in self.after] + [f"{token}'" for token in self.before]
+        text = f"{self.index:>4} {self.verb} {self.region} u{self.unit} -> {self.place} @{self.lane}"
+        text += f" v{self.visit}" if self.visit >= 0 else ""
+        text += f" after {' '.join(waits)}" if waits else ""
+        return text + (f" gives {' '.join(self.gives)}" if self.gives else "")
+
+
+@dataclass(frozen=True)
+class Program:
+    """The ops of one pass in program order, and the slots' contents (unit or None) when it begins and ends."""
+
+    name: str
+    ops: tuple[Op, ...]
+    slots_before: tuple[int | None, ...] = ()
+    slots_after: tuple[int | None, ...] = ()
+
+    def __str__(self) -> str:
+        def slots(content: tuple[int | None, ...]) -> str:
+            return " ".join("-" if unit is None else f"u{unit}" for unit in content)
+
+        head = f"program {self.name} slots {slots(self.slots_before)} => {slots(self.slots_after)}"
+        return "\n".join([head, *map(str, self.ops)])
+
+    def compute(self) -> list[Op]:
+        """The compute ops, one for each visit, in order."""
+        return [op for op in self.ops if op.lane == "compute" and op.visit >= 0 and op.verb in ("FORWARD", "BACKWARD")]
+
+
+_OP = re.compile(r"(\d+) ([A-Z]+) (\S+) u(-?\d+) -> (\S+) @(\w+)(?: v(\d+))?(?: after (.*?))?(?: gives (.*))?")
+
+
+def parse(text: str) -> Program:
+    """The program that `str(program)` printed. Raises ValueError at a line that is no op."""
+    lines = text.strip().splitlines()
+    head = re.fullmatch(r"program (\S+) slots (.*?) ?=> ?(.*)", lines[0].strip())
+    if not head:
+        raise ValueError(f"not the first line of a program: {lines[0]!r}")
+    ops = tuple(_parse_op(line) for line in lines[1:])
+    return Program(head.group(1), ops, _parse_slots(head.group(2)), _parse_slots(head.group(3)))
+
+
+def _parse_slots(words: str) -> tuple[int | None, ...]:
+    return tuple(None if word == "-" else int(word[1:]) for word in words.split())
+
+
+def _parse_op(line: str) -> Op:
+    match = _OP.fullmatch(line.strip())
+    if not match:
+        raise ValueError(f"not an op: {line!r}")
+    index, verb, region, unit, place, lane, visit, waits, gives = match.groups()
+    words = (waits or "").split()
+    after = tuple(int(word) for word in words if not word.endswith("'"))
+    before = tuple(word[:-1] for word in words if word.endswith("'"))
+    tokens = tuple((gives or "").split())
+    return Op(int(index), verb, region, int(unit), place, lane, after, before, tokens, int(visit) if visit else -1)

@@ -1,0 +1,1 @@
+"""Frozen descriptions of a model, its layout in memory and its placement; standard library only."""

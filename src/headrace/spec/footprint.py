@@ -1,0 +1,83 @@
+"""Bytes of a placement, by tier and region: what is allocated when a session opens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.spec.formats import itemsize
+from headrace.spec.model import REST, ModelSpec, Unit
+from headrace.spec.placement import DEVICE, DISK, HOST, Placement
+
+PAGE = 4096
+
+
+def round_up(nbytes: int, step: int = PAGE) -> int:
+    return -(-nbytes // step) * step
+
+
+def total_bytes(unit: Unit) -> int:
+    """The fp32 gradient buffer that one unit in work needs on the device."""
+    return sum(entry.padded * 4 for entry in unit.trained.entries)
+
+
+def needs_total(unit: Unit) -> bool:
+    """A 16-bit unit sums its contributions in a separate fp32 buffer; an fp32 unit sums where it is sent from."""
+    return any(itemsize(entry.dtype) < 4 for entry in unit.trained.entries)
+
+
+def stage_bytes(unit: Unit, placement: Placement) -> int:
+    """An update stage: the trained weights when their home is the disk, then the state when it is there."""
+    weights = round_up(unit.trained_bytes) if placement.home(unit.index) == DISK else 0
+    return weights + (round_up(unit.state_bytes) if placement.state[unit.index] == DISK else 0)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes by region on each tier. Working memory of a block and of the loss comes on top on the device."""
+
+    device: dict[str, int]
+    host: dict[str, int]
+    disk: dict[str, int]
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(self.device.values())
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(self.disk.values())
+
+
+def footprint(spec: ModelSpec, placement: Placement) -> Footprint:
+    """What `placement` allocates for `spec`."""
+    units = spec.units
+    device = {"weights": 0, "state": 0, "grads": 0}
+    host = {"weights": 0, "state": 0, "grads": 0, "stages": 0}
+    disk = {"weights": 0, "state": 0}
+    tiers = {DEVICE: device, HOST: host, DISK: disk}
+    for unit in units:
+        home, state = placement.home(unit.index), placement.state[unit.index]
+        tiers[home]["weights"] += round_up(unit.weights.nbytes)
+        if placement.weights[unit.index] == DEVICE and home != DEVICE:
+            device["weights"] += round_up(unit.weights.nbytes)
+        if unit.trained.entries:
+            tiers[state]["state"] += round_up(unit.state_bytes)
+            (device if state == DEVICE else host)["grads"] += round_up(unit.grads.nbytes)
+            if unit.kind == REST and state != DEVICE:
+                device["grads"] += round_up(unit.grads.nbytes)
+    streaming = [unit for unit in units if placement.streams(unit.index)]
+    sending = [u for u in units if u.trained.entries and placement.state[u.index] != DEVICE and u.kind != REST]
+    slot = round_up(max((unit.weights.nbytes for unit in streaming), default=0))
+    device["weights"] += slot * placement.slots
+    send = round_up(max((unit.trained_bytes for unit in sending), default=0))
+    device["grads"] += send * placement.grad_slots
+    device["grads"] += round_up(max((total_bytes(unit) for unit in sending if needs_total(unit)), default=0))
+    if placement.staged and any(placement.home(unit.index) == DISK for unit in streaming):
+        host["stages"] += slot * placement.slots
+    host["stages"] += send * placement.grad_slots  # where gradients to be added arrive
+    host["stages"] += placement.update_slots * max((stage_bytes(unit, placement) for unit in units), default=0)
+    return Footprint(device, host, disk)

@@ -1,0 +1,129 @@
+"""What streams: the units of a model (blocks, tiles of big matrices, the resident rest) and their sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from headrace.spec.formats import itemsize
+from headrace.spec.layout import Entry, Layout
+
+BLOCK, TILE, REST = "block", "tile", "rest"
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """What an optimizer keeps for each trained element besides the weight."""
+
+    moments: tuple[str, ...]
+    """Names of its moment regions, such as ("exp_avg", "exp_avg_sq")."""
+    moment_dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One block, one tile of an embedding or head matrix, or the rest of the model. Its weights travel together."""
+
+    index: int
+    name: str
+    kind: str
+    weights: Layout
+    state: StateSpec
+    wide_grads: bool = False
+    """Gradients are kept in fp32 because several contributions are added up on the host."""
+
+    @cached_property
+    def trained(self) -> Layout:
+        return self.weights.trainable()
+
+    @cached_property
+    def grads(self) -> Layout:
+        """Gradients on their way to the update: the format of the weight, or fp32 where they are summed."""
+        return self.trained.recast(lambda e: "float32" if self.wide_grads else e.dtype)
+
+    @cached_property
+    def parts(self) -> dict[str, tuple[int, Layout]]:
+        """State by name: (byte offset in the unit's state region, layout). `low` is the master's remainder."""
+        parts: dict[str, tuple[int, Layout]] = {}
+        position = 0
+        layouts = {"low": self.trained.recast(lambda e: "int16" if e.dtype == "bfloat16" else "uint8")}
+        if not any(e.dtype == "bfloat16" for e in self.trained.entries):
+            layouts.clear()
+        for name in self.state.moments:
+            layouts[name] = self.trained.recast(lambda e: self.state.moment_dtype)
+        for name, layout in layouts.items():
+            parts[name] = (position, layout)
+            position += -(-layout.nbytes // 256) * 256
+        return parts
+
+    @cached_property
+    def state_bytes(self) -> int:
+        if not self.parts:
+            return 0
+        offset, layout = list(self.parts.values())[-1]
+        return offset + layout.nbytes
+
+    def region_bytes(self, region: str) -> int:
+        """Bytes of "weights", "state" or "grads"."""
+        return {"weights": self.weights.nbytes, "state": self.state_bytes, "grads": self.grads.nbytes}[region]
+
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes at the start of the weights region that an update changes."""
+        return self.trained.nbytes
+
+    @property
+    def parameters(self) -> int:
+        return sum(entry.numel for entry in self.weights.entries)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A big embedding or head weight, held as consecutive tiles of rows."""
+
+    name: str
+    rows: int
+    columns: int
+    dtype: str
+    tiles: tuple[int, ...]
+    """Indices of its units, in row order."""
+
+    @property
+    def row_bytes(self) -> int:
+        return self.columns * itemsize(self.dtype)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """All units, and which of them are the tiles of one matrix."""
+
+    units: tuple[Unit, ...]
+    matrices: tuple[Matrix, ...] = ()
+
+    @cached_property
+    def streaming(self) -> tuple[Unit, ...]:
+        """Units that pass through slots: all but the rest."""
+        return tuple(unit for unit in self.units if unit.kind != REST)
+
+    @cached_property
+    def parameters(self) -> int:
+        return sum(unit.parameters for unit in self.units)
+
+    def region_bytes(self, region: str) -> int:
+        return sum(unit.region_bytes(region) for unit in self.units)
+
+    @property
+    def slot_bytes(self) -> int:
+        """One slot holds any streaming unit's weights."""
+        return max((unit.weights.nbytes for unit in self.streaming), default=0)
+
+    @property
+    def grad_slot_bytes(self) -> int:
+        return max((unit.grads.nbytes for unit in self.streaming), default=0)
+
+    def pieces(self) -> Iterator[tuple[Unit, int, Entry]]:
+        """Every (unit, entry index, entry)."""
+        for unit in self.units:
+            for index, entry in enumerate(unit.weights.entries):
+                yield unit, index, entry

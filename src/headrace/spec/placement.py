@@ -1,0 +1,42 @@
+"""Who lives where: the tier of each unit's weights and state, the slots, and when updates run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DEVICE, HOST, DISK = "device", "host", "disk"
+TIERS = (DEVICE, HOST, DISK)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Tiers by unit index, and the counts of places that programs are built for."""
+
+    weights: tuple[str, ...]
+    state: tuple[str, ...]
+    slots: int
+    """Weight slots on the device."""
+    staged: bool
+    """Disk weights stop in page-locked host memory on their way to the device (a CUDA device), or go straight to it."""
+    early_updates: bool = False
+    """Updates start during the backward."""
+    offload: bool = False
+    """Block inputs wait in host memory between forward and backward."""
+    grad_slots: int = 2
+    update_slots: int = 3
+    input_slots: int = 3
+
+    def home(self, unit: int) -> str:
+        """The tier that holds the weights an update writes; device copies beside it are refreshed from there."""
+        if self.weights[unit] == DEVICE:
+            return self.state[unit] if self.state[unit] == DEVICE else HOST
+        return self.weights[unit]
+
+    def streams(self, unit: int) -> bool:
+        return self.weights[unit] != DEVICE
+
+    def __str__(self) -> str:
+        def count(tiers: tuple[str, ...]) -> str:
+            return ", ".join(f"{tiers.count(tier)} on {tier}" for tier in TIERS if tier in tiers)
+
+        return f"weights: {count(self.weights)}; state: {count(self.state)}; {self.slots} slots"
