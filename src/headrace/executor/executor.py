@@ -1,0 +1,196 @@
+"""The executor: runs programs, op by op, overlapped on lanes or inline on the caller's thread.
+
+[Note: Two ways to run one program] Overlapped: all ops but the compute ops are queued on their lanes when the program
+starts; dependencies hold them back, so they run ahead as far as slots allow. Inline: the caller runs them itself, in
+program order, up to the compute op that it has reached. Both obey the same order per lane and the same dependencies,
+and each op does the same arithmetic, so both give the same bits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from headrace.base.errors import HeadraceError
+from headrace.executor.completion import Cancelled, Completion
+from headrace.executor.lanes import COPY_LANES, HOST_LANES, Job, ThreadLane, run_job
+from headrace.schedule.op import Op, Program
+
+Actions = Callable[[Op], None]
+
+
+class Executor:
+    """Owns the lanes and the tokens. One thread at a time walks (design, law 7)."""
+
+    def __init__(self, device: torch.device, actions: Actions, overlap: bool) -> None:
+        self.device, self.overlap = device, overlap
+        self._actions = actions
+        self._tokens: dict[str, Completion] = {}
+        self._lanes = {name: ThreadLane(name, device) for name in (*HOST_LANES, *COPY_LANES)} if overlap else {}
+        self._unwatched: list[Completion] = []
+        self._lock = threading.Lock()
+
+    def start(self, program: Program) -> Walk:
+        """Begin a program. Overlapped: its copies start at once."""
+        walk = Walk(self, program, [Completion() for _ in program.ops], self._resolve(program))
+        with self._lock:
+            for op, done in zip(program.ops, walk.done, strict=True):
+                self._tokens.update(dict.fromkeys(op.gives, done))
+                if op.lane == "host" or op.verb == "WRITE":
+                    self._unwatched.append(done)
+        if self.overlap:
+            for op in program.ops:
+                if op.lane != "compute":
+                    self._lanes[op.lane].submit(walk.job(op))
+        return walk
+
+    def _resolve(self, program: Program) -> list[tuple[Completion, ...]]:
+        """What each op waits for from earlier programs, looked up before this program gives its own tokens."""
+        return [
+            tuple(self._tokens[token] for token in op.before if token in self._tokens) for op in program.ops
+        ]
+
+    def publish(self, token: str) -> None:
+        """Let `token` stand for all work issued so far on the current compute stream."""
+        done = Completion()
+        done.finish(self.record())
+        with self._lock:
+            self._tokens[token] = done
+
+    def record(self) -> torch.cuda.Event | None:
+        """An event on the caller's current stream; None without a GPU."""
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def stream(self) -> torch.cuda.Stream | None:
+        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+
+    def wait(self, *tokens: str, on_stream: bool = False) -> None:
+        """Wait until the last ops that gave these tokens are done (on the current stream only, if `on_stream`)."""
+        for token in tokens:
+            done = self._tokens.get(token)
+            if done is not None:
+                try:
+                    done.wait(self.stream() if on_stream else None)
+                except Cancelled:
+                    pass
+
+    def drain(self) -> None:
+        """Wait until all host work (updates, writes) is done. Raises the first error any of it met."""
+        with self._lock:
+            waiting, self._unwatched = self._unwatched, []
+        error: BaseException | None = None
+        for done in waiting:
+            try:
+                done.wait()
+            except Cancelled:
+                pass
+            except BaseException as caught:
+                error = error or caught
+        if error is not None:
+            raise error
+
+    def check(self) -> None:
+        """Raise the error of host work that has failed meanwhile; forget what is done."""
+        with self._lock:
+            ended = [done for done in self._unwatched if done.done]
+            self._unwatched = [done for done in self._unwatched if not done.done]
+        for done in ended:
+            if done.error is not None and not isinstance(done.error, Cancelled):
+                raise done.error
+
+    def run(self, op: Op) -> None:
+        self._actions(op)
+
+    def close(self) -> None:
+        for lane in self._lanes.values():
+            lane.close()
+        self._lanes.clear()
+        self._tokens.clear()
+
+
+class Walk:
+    """One program under way. The compute ops belong to whoever walks: `reach`, compute, `leave`."""
+
+    def __init__(
+        self, executor: Executor, program: Program, done: list[Completion], before: list[tuple[Completion, ...]]
+    ) -> None:
+        self.program, self.done = program, done
+        self._executor, self._before = executor, before
+        self._next = 0
+        self._visits = program.compute()
+        self._position = 0
+
+    def job(self, op: Op) -> Job:
+        waits = tuple(self.done[index] for index in op.after) + self._before[op.index]
+        return Job(str(op), lambda: self._executor.run(op), waits, self.done[op.index])
+
+    @property
+    def expected(self) -> Op | None:
+        """The compute op that comes next; None at the end."""
+        return self._visits[self._position] if self._position < len(self._visits) else None
+
+    def reach(self) -> Op:
+        """Wait until the next compute op may run, and return it."""
+        op = self._visits[self._position]
+        if not self._executor.overlap:
+            self._run_up_to(op.index)
+        stream = self._executor.stream()
+        for completion in [*(self.done[index] for index in op.after), *self._before[op.index]]:
+            try:
+                completion.wait(stream)
+            except Cancelled:
+                raise HeadraceError(f"{op} waits for work that was cancelled") from None
+        return op
+
+    def leave(self) -> None:
+        """The compute op that was reached has been issued; free what it was the last to use."""
+        op = self._visits[self._position]
+        self.done[op.index].finish(self._executor.record())
+        self._position += 1
+        if self._executor.overlap:
+            for later in self.program.ops[op.index + 1 :]:
+                if later.visit >= 0 and later.lane == "compute":
+                    break
+                if later.verb == "FREE":
+                    self._executor.run(later)
+                    self.done[later.index].finish(self._executor.record())
+        else:
+            self._next = op.index + 1
+
+    def finish(self) -> None:
+        """All compute ops are done; overlapped, the rest goes on by itself."""
+        if not self._executor.overlap:
+            self._run_up_to(len(self.program.ops))
+
+    def abandon(self) -> None:
+        """Give the pass up: nothing that was not yet computed runs, and all that runs ends before this returns."""
+        cancelled = Cancelled()
+        for op in self.program.ops:
+            if op.lane == "compute" or not self._executor.overlap:
+                self.done[op.index].fail(cancelled)
+        for op in self.program.ops:
+            try:
+                self.done[op.index].wait()
+            except BaseException:  # noqa: S110 - whoever needs this op's work sees its error; here only the end counts
+                pass
+
+    def _run_up_to(self, stop: int) -> None:
+        while self._next < stop:
+            op = self.program.ops[self._next]
+            self._next += 1
+            if op.verb in ("FORWARD", "BACKWARD"):
+                continue
+            if op.lane == "compute":
+                self._executor.run(op)
+                self.done[op.index].finish(self._executor.record())
+            else:
+                run_job(self.job(op), self._executor.stream())
+                error = self.done[op.index].error
+                if error is not None and op.lane not in ("host", "write"):
+                    raise error

@@ -1,0 +1,72 @@
+"""Lanes: in-order queues that run ops, each on a thread of its own (and a stream of its own on a GPU)."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from headrace.executor.completion import Cancelled, Completion
+
+HOST_LANES = ("read", "state", "write", "host")
+COPY_LANES = ("h2d", "d2h")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One op bound to its action: `run` after `waits`, then `done`."""
+
+    name: str
+    run: Callable[[], None]
+    waits: tuple[Completion, ...]
+    done: Completion
+
+
+class ThreadLane:
+    """Runs jobs first in, first out on one thread. A copy lane on a GPU issues them on its own stream."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name = name
+        self.seconds = 0.0
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and name in COPY_LANES else None
+        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"headrace-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        self._queue.put(job)
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        context = torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
+        with context, torch.no_grad():
+            while (job := self._queue.get()) is not None:
+                run_job(job, self._stream)
+                del job
+
+
+def run_job(job: Job, stream: torch.cuda.Stream | None) -> None:
+    """Wait, run and complete one job; an error reaches whoever waits for it."""
+    try:
+        for completion in job.waits:
+            completion.wait(stream)
+        job.run()
+        event = None
+        if stream is not None:
+            event = torch.cuda.Event()
+            event.record(stream)
+        job.done.finish(event)
+    except Cancelled as cancelled:
+        job.done.fail(cancelled)
+    except BaseException as error:
+        job.done.fail(error)
