@@ -1,0 +1,282 @@
+"""The numerical core of the loss: cross-entropy over one tile of the output head at a time, without autograd.
+
+A head of V rows is a list of tiles (slices of the vocabulary). It passes twice: in the forward for the running
+log-sum-exp of every token (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867), in the backward for the
+gradients, with the logits computed again (Wijmans et al., https://arxiv.org/abs/2411.09009). Only one tile is
+touched per call, so that the caller can hold a slot around it and give it back:
+
+    rows = open_rows(hidden, labels, spec)
+    for start, tile in tiles: forward_tile(rows, hidden, tile, None, start, chunk_rows=2048)
+    losses = finish(rows)                                  # (N,)
+    for start, tile in tiles: backward_tile(rows, hidden, tile, None, start, row_grad, ...)
+
+Precision is that of transformers: logits, scale and soft-cap in the dtype of the model, everything after in fp32
+(fp64 for fp64 input). Tokens whose label is `ignore_index` are never computed; last chunks and tiles are ragged, not
+padded, so no filler can pass through a soft-cap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from headrace.base.errors import DataError, OptionError
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """What happens between the head's matrix product and the loss: `z = softcap * tanh(scale * x / softcap)`."""
+
+    vocab: int
+    """Number of logits per token, V."""
+    softcap: float | None = None
+    """Bound of the logits, applied after `scale`."""
+    scale: float | None = None
+    """Factor on the logits."""
+    label_smoothing: float = 0.0
+    """Share of the target that is spread evenly over the vocabulary, 0 to 1."""
+    ignore_index: int = -100
+    """Label of a token that has no loss."""
+    upcast_first: bool = False
+    """Convert the logits to fp32 before scale and soft-cap instead of after them."""
+
+    def __post_init__(self) -> None:
+        if self.softcap is not None and not self.softcap > 0:
+            raise OptionError("softcap must be positive", f"got {self.softcap}", "Pass None for no soft-cap")
+        if not 0.0 <= self.label_smoothing <= 1.0:
+            raise OptionError("label_smoothing must lie between 0 and 1", f"got {self.label_smoothing}")
+
+
+@dataclass
+class LossRows:
+    """Running state of the K tokens that have a label, out of N. All float tensors are (K,), fp32."""
+
+    spec: HeadSpec
+    size: int
+    """Number of tokens, N."""
+    count: int
+    """Number of tokens with a label, K; known on the host."""
+    index: Tensor | None
+    """(K,) int64, which of the N tokens have a label; None when all have."""
+    labels: Tensor
+    """(K,) int64."""
+    maximum: Tensor
+    """Largest logit so far."""
+    sum_exp: Tensor
+    """Sum of exp(logit - maximum) so far."""
+    label_logit: Tensor
+    """Logit of the label."""
+    logit_sum: Tensor | None
+    """Sum of the logits so far; only with label smoothing."""
+    log_sum_exp: Tensor | None = None
+    """Set by `finish`; all that the backward needs."""
+
+    def chunks(self, chunk_rows: int) -> Iterator[slice]:
+        """Consecutive slices of the K tokens; the last one may be shorter."""
+        for begin in range(0, self.count, chunk_rows):
+            yield slice(begin, min(begin + chunk_rows, self.count))
+
+    def take(self, values: Tensor, chunk: slice) -> Tensor:
+        """The chunk's entries of `values` (N, ...)."""
+        return values[chunk] if self.index is None else values.index_select(0, self.index[chunk])
+
+    def add_to(self, target: Tensor, values: Tensor, chunk: slice) -> None:
+        """Add the chunk's `values` to their tokens in `target` (N, ...)."""
+        if self.index is None:
+            target[chunk] += values
+        else:
+            target.index_add_(0, self.index[chunk], values)
+
+
+def open_rows(hidden: Tensor, labels: Tensor, spec: HeadSpec) -> LossRows:
+    """State before the first tile, for `hidden` (N, H) and `labels` (N,) (integers on any device).
+
+    The labels go to the host once: that is the only synchronisation of the whole loss.
+    Raises DataError for a label that is neither `ignore_index` nor in [0, vocab).
+    """
+    if labels.dtype.is_floating_point or labels.shape != hidden.shape[:1]:
+        raise OptionError(
+            "labels must be integers, one per token",
+            f"{tuple(labels.shape)} {labels.dtype} for hidden states {tuple(hidden.shape)}",
+        )
+    on_host = labels.detach().to("cpu", torch.int64)
+    labelled = on_host != spec.ignore_index
+    _check_labels(on_host, labelled, spec)
+    index = labelled.nonzero().squeeze(1)
+    kept = on_host[index].to(hidden.device)
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    zeros = torch.zeros(len(index), dtype=dtype, device=hidden.device)
+    return LossRows(
+        spec=spec,
+        size=len(on_host),
+        count=len(index),
+        index=None if len(index) == len(on_host) else index.to(hidden.device),
+        labels=kept,
+        # Finite, so that a tile of logits that are all -inf does not make inf - inf.
+        maximum=torch.full_like(zeros, torch.finfo(dtype).min),
+        sum_exp=zeros,
+        label_logit=torch.zeros_like(zeros),
+        logit_sum=torch.zeros_like(zeros) if spec.label_smoothing else None,
+    )
+
+
+def forward_tile(
+    rows: LossRows,
+    hidden: Tensor,  # (N, H), dtype of the matrix product
+    tile: Tensor,  # (v, H), same dtype
+    bias: Tensor | None,  # (v,), same dtype
+    start: int,  # first vocabulary id of the tile
+    chunk_rows: int,  # tokens at a time: the working memory is chunk_rows x v logits
+) -> None:
+    """Let one tile of the head into the running log-sum-exp."""
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        for chunk in rows.chunks(chunk_rows):
+            logits, _ = _logits(rows.take(hidden, chunk), tile, bias, rows.spec)
+            column, inside = _label_columns(rows, chunk, start, len(tile))
+            picked = logits.gather(1, column).squeeze(1).to(rows.maximum.dtype)
+            rows.label_logit[chunk] += picked.masked_fill_(~inside, 0.0)
+            if rows.logit_sum is not None:
+                rows.logit_sum[chunk] += logits.sum(1, dtype=rows.maximum.dtype)
+            largest = torch.maximum(rows.maximum[chunk], logits.amax(1).to(rows.maximum.dtype))
+            rows.sum_exp[chunk] *= torch.exp(rows.maximum[chunk] - largest)
+            rows.sum_exp[chunk] += _exp_minus(logits, largest).sum(1)
+            rows.maximum[chunk] = largest
+
+
+def finish(rows: LossRows) -> Tensor:
+    """Loss of every token after the last tile: (N,) fp32, 0 where the label is `ignore_index`."""
+    smoothing = rows.spec.label_smoothing
+    rows.log_sum_exp = rows.maximum + rows.sum_exp.log()
+    labelled = rows.log_sum_exp - (1.0 - smoothing) * rows.label_logit
+    if rows.logit_sum is not None:
+        labelled -= smoothing / rows.spec.vocab * rows.logit_sum
+    if rows.index is None:
+        return labelled
+    return labelled.new_zeros(rows.size).index_copy_(0, rows.index, labelled)
+
+
+def backward_tile(
+    rows: LossRows,
+    hidden: Tensor,  # (N, H), as in the forward
+    tile: Tensor,  # (v, H)
+    bias: Tensor | None,  # (v,)
+    start: int,  # first vocabulary id of the tile
+    row_grad: Tensor,  # (N,) fp32, gradient of the losses that `finish` returned
+    grad_hidden: Tensor | None,  # (N, H) fp32, added to; None when the hidden states are frozen
+    grad_tile: Tensor | None,  # (v, H) fp32, added to; None when the head is frozen
+    grad_bias: Tensor | None,  # (v,) fp32, added to; None when there is none or it is frozen
+    chunk_rows: int,  # tokens at a time
+) -> None:
+    """Add one tile's share of the gradients. `rows` is not changed, so a second backward gives the same again."""
+    assert rows.log_sum_exp is not None, "backward_tile before finish"
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        for chunk in rows.chunks(chunk_rows):
+            states = rows.take(hidden, chunk)
+            grad = _logit_gradient(rows, chunk, states, tile, bias, start, rows.take(row_grad, chunk))
+            if grad_hidden is not None:
+                rows.add_to(grad_hidden, _product(grad, tile, grad_hidden.dtype), chunk)
+            if grad_tile is not None:
+                _add_product(grad_tile, grad.t(), states)
+            if grad_bias is not None:
+                grad_bias += grad.sum(0, dtype=grad_bias.dtype)
+
+
+def reduce_losses(losses: Tensor, count: int, reduction: Reduction, num_items: int | Tensor | None) -> Tensor:
+    """The loss of `count` labelled tokens out of `losses` (N,), as torch and transformers reduce it.
+
+    "mean" divides the sum by `num_items`, or by `count` without it. No label at all gives 0 for "sum" and for a given
+    `num_items`, and NaN for a plain "mean", as `torch.nn.functional.cross_entropy` does.
+    """
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return losses.sum()
+    if isinstance(num_items, Tensor):
+        num_items = num_items.to(losses.device)
+    return losses.sum() / (count if num_items is None else num_items)
+
+
+def _check_labels(labels: Tensor, labelled: Tensor, spec: HeadSpec) -> None:
+    outside = labelled & ((labels < 0) | (labels >= spec.vocab))
+    if outside.any():
+        row = int(outside.nonzero()[0])
+        raise DataError(
+            "A label is outside the vocabulary",
+            f"label {int(labels[row])} at row {row} of {len(labels)}, the head has {spec.vocab} rows "
+            f"(ids 0 to {spec.vocab - 1}) and ignore_index is {spec.ignore_index}",
+            "Check that tokenizer and model belong together (model.resize_token_embeddings after adding tokens), "
+            "or mask the token with ignore_index",
+        )
+
+
+def _logits(states: Tensor, tile: Tensor, bias: Tensor | None, spec: HeadSpec) -> tuple[Tensor, Tensor | None]:
+    """Logits (n, v) as the model makes them, and the hyperbolic tangent inside the soft-cap."""
+    logits = functional.linear(states, tile, bias)
+    if spec.upcast_first:
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if spec.scale is not None:
+        logits.mul_(spec.scale)
+    if spec.softcap is None:
+        return logits, None
+    tanh = logits.div_(spec.softcap).tanh_()
+    return tanh * spec.softcap, tanh
+
+
+def _label_columns(rows: LossRows, chunk: slice, start: int, width: int) -> tuple[Tensor, Tensor]:
+    """Column (n, 1) of each label in the tile, clamped to it, and whether it lies inside (n,)."""
+    column = rows.labels[chunk] - start
+    inside = (column >= 0) & (column < width)
+    return column.clamp_(0, width - 1).unsqueeze(1), inside
+
+
+def _exp_minus(logits: Tensor, offset: Tensor) -> Tensor:
+    """exp(logits - offset) in the dtype of `offset` (n,), overwriting the logits where their dtype is that one."""
+    if logits.dtype == offset.dtype:
+        return logits.sub_(offset.unsqueeze(1)).exp_()
+    return logits.sub(offset.unsqueeze(1)).exp_()
+
+
+def _logit_gradient(
+    rows: LossRows, chunk: slice, states: Tensor, tile: Tensor, bias: Tensor | None, start: int, row_grad: Tensor
+) -> Tensor:
+    """Gradient of the head's raw product (n, v), rounded once, to the dtype of the matrix products."""
+    assert rows.log_sum_exp is not None
+    spec = rows.spec
+    logits, tanh = _logits(states, tile, bias, spec)
+    column, inside = _label_columns(rows, chunk, start, len(tile))
+    grad = _exp_minus(logits, rows.log_sum_exp[chunk])
+    if spec.label_smoothing:
+        grad.sub_(spec.label_smoothing / spec.vocab)
+    # A label outside the tile writes back what it read, so no row has to be picked out on the host.
+    target = inside.to(grad.dtype).mul_(1.0 - spec.label_smoothing).unsqueeze(1)
+    grad.scatter_(1, column, grad.gather(1, column) - target)
+    if tanh is not None:
+        torch.ops.aten.tanh_backward.grad_input(grad, tanh, grad_input=grad)
+    factor = (row_grad if spec.scale is None else row_grad * spec.scale).unsqueeze(1)
+    if grad.dtype == states.dtype:
+        return grad.mul_(factor)
+    return torch.mul(grad, factor, out=torch.empty_like(grad, dtype=states.dtype))
+
+
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """left @ right in `dtype`; on CUDA without rounding to 16 bits in between."""
+    if left.dtype == dtype:
+        return left @ right
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=dtype)
+    return (left @ right).to(dtype)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, in the dtype of `total`."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += _product(left, right, total.dtype)
