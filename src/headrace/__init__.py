@@ -1,0 +1,98 @@
+"""Headrace trains language models that do not fit on the accelerator, one block at a time.
+
+Importing it is quick: torch, transformers and Numba are imported by the first name that needs them.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from headrace.base.errors import (
+    CheckpointError,
+    DataError,
+    FormatError,
+    HeadraceError,
+    ModelError,
+    NonFiniteError,
+    OptimizerError,
+    OptionError,
+    PlanError,
+    StepError,
+    StoreError,
+)
+
+if TYPE_CHECKING:
+    from headrace.loss.linear_cross_entropy import causal_lm_loss, linear_cross_entropy
+    from headrace.model.blocks import find_blocks
+    from headrace.model.build import load_model
+    from headrace.session import Session, accumulate, memory_report, session, unwrap, wrap
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "wrap",
+    "unwrap",
+    "session",
+    "memory_report",
+    "find_blocks",
+    "accumulate",
+    "load_model",
+    "linear_cross_entropy",
+    "causal_lm_loss",
+    "Session",
+    "HeadraceError",
+    "OptionError",
+    "ModelError",
+    "OptimizerError",
+    "PlanError",
+    "StoreError",
+    "FormatError",
+    "DataError",
+    "CheckpointError",
+    "StepError",
+    "NonFiniteError",
+    "__version__",
+]
+
+_HOMES = {
+    "wrap": "headrace.session",
+    "unwrap": "headrace.session",
+    "memory_report": "headrace.session",
+    "accumulate": "headrace.session",
+    "Session": "headrace.session",
+    "find_blocks": "headrace.model.blocks",
+    "load_model": "headrace.model.build",
+    "linear_cross_entropy": "headrace.loss.linear_cross_entropy",
+    "causal_lm_loss": "headrace.loss.linear_cross_entropy",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its room when it is first asked for."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'headrace' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """Keeps `headrace.session` the function: importing the module of that name would store the module there."""
+
+    @property
+    def session(self) -> Any:
+        return import_module("headrace.session").session
+
+    @session.setter
+    def session(self, module: ModuleType) -> None:
+        pass  # the import system stores the submodule here; `sys.modules` keeps it too
+
+
+sys.modules[__name__].__class__ = _Package

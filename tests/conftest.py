@@ -1,0 +1,29 @@
+"""What all tests share: tests in tests/gpu and tests marked `gpu` are skipped where there is no CUDA device."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests make their own models and tokenizers
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    on_gpu = [item for item in items if item.get_closest_marker("gpu") or _folder(item) == "gpu"]
+    if not on_gpu or _has_cuda():
+        return
+    for item in on_gpu:
+        item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _folder(item: pytest.Item) -> str:
+    return Path(item.path).relative_to(Path(__file__).parent).parts[0]
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
