@@ -18,12 +18,12 @@ SOURCES = sorted((ROOT / "src" / "headrace").rglob("*.py"))
 OURS = sorted(path for folder in ("src", "tests", "scripts", "demo", ".ci") for path in (ROOT / folder).rglob("*"))
 HEAVY = {"torch", "transformers", "peft", "accelerate", "numba", "numpy", "safetensors", "rich", "typer", "pydantic"}
 PUBLIC = """wrap unwrap session memory_report find_blocks accumulate load_model linear_cross_entropy causal_lm_loss
-    Session HeadraceError OptionError ModelError OptimizerError PlanError StoreError FormatError DataError CheckpointError
-    StepError NonFiniteError __version__"""
+    Session HeadraceError OptionError ModelError OptimizerError PlanError StoreError FormatError DataError
+    CheckpointError StepError NonFiniteError __version__"""
 # Words that name no thing. A room or class that needs one of them has not found its noun.
 EMPTY_WORDS = re.compile(r"manager|helper|utils?$|handler|common|engine", re.IGNORECASE)
 # Open ends, and paths of one person's machine. Split, so that this file does not find itself.
-OPEN_ENDS = re.compile("TO" "DO|FIX" "ME|XX" "X|NotImplemented" r"Error|(?<![\w.])/(?:home|root|Users|work)/")
+OPEN_ENDS = re.compile("TO" r"DO|FIX" r"ME|XX" r"X|raise NotImplemented" r"Error(\(\))?$|(?<![\w.])/(root|Users|work)/")
 
 
 def modules_after(code: str) -> set[str]:
