@@ -1,0 +1,1 @@
+"""Hardware: what this machine has, and what this process may use of it."""

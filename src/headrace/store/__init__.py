@@ -1,0 +1,1 @@
+"""Stores: arenas on the device and in host memory, the disk file of a session."""
