@@ -1,0 +1,1 @@
+"""Exact resume state on disk, and export in the format of transformers."""
