@@ -43,7 +43,7 @@ def oracle(
 def make(tokens: int, vocab: int, dtype: torch.dtype = torch.float32, shift: float = 0.0) -> dict[str, Tensor]:
     """Leaves that need a gradient, and labels with about a third ignored."""
     generator = torch.Generator().manual_seed(tokens * 1000 + vocab)
-    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    draw = lambda *shape: torch.randn(*shape, generator=generator)
     labels = torch.randint(0, vocab, (tokens,), generator=generator)
     labels[torch.rand(tokens, generator=generator) < 0.3] = -100
     leaves = {"hidden": draw(tokens, HIDDEN), "weight": draw(vocab, HIDDEN) * 0.3, "bias": draw(vocab) + shift}
@@ -209,9 +209,12 @@ def test_autocast_computes_in_16_bits_and_returns_fp32_gradients() -> None:
     inputs = make(65, 257)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = run(linear_cross_entropy, inputs, tile_rows=64, chunk_rows=32)
+
+    def as_transformers(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(functional.linear(hidden, weight, bias).float(), labels)
+
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        want = run(lambda labels, **x: functional.cross_entropy(functional.linear(**{"input": x["hidden"],
-            "weight": x["weight"], "bias": x["bias"]}).float(), labels), inputs)  # fmt: skip
+        want = run(as_transformers, inputs)
     assert all(tensor.dtype == torch.float32 for tensor in got)
     assert abs(got[0] - want[0]) < 1e-5
     assert_close(got[1:], want[1:], 2**-7)
@@ -244,7 +247,7 @@ def test_gradients_by_finite_differences() -> None:
     inputs = make(7, 19, torch.float64)
     labels = inputs.pop("labels")
     options: dict[str, Any] = {"softcap": 2.0, "scale": 0.5, "label_smoothing": 0.1, "tile_rows": 4, "chunk_rows": 3}
-    function = lambda hidden, weight, bias: linear_cross_entropy(hidden, weight, labels, bias, **options)  # noqa: E731
+    function = lambda hidden, weight, bias: linear_cross_entropy(hidden, weight, labels, bias, **options)
     assert torch.autograd.gradcheck(function, tuple(inputs.values()), atol=1e-7)
 
 

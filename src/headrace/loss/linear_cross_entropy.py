@@ -26,8 +26,8 @@ from headrace.loss.tiled import (
     reduce_losses,
 )
 
-# A square of 4096 x 4096 logits is 64 MiB in fp32: large enough for full matmul speed on a GPU.
-TILE_ROWS = 4096
+# 128 MiB of fp32 logits at a time. On an H200 half of that costs a quarter more time, twice of it saves 6 %.
+TILE_ROWS = 8192
 CHUNK_ROWS = 4096
 
 
