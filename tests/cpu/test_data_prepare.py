@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_data_samples import byte_tokenizer, word_tokenizer, write_jsonl
 
+from cpu.test_data_samples import byte_tokenizer, word_tokenizer, write_jsonl
 from headrace.base.errors import DataError
 from headrace.data import rows as rows_module
 from headrace.data.batch import make_batch, micro_batches

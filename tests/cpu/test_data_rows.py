@@ -124,5 +124,5 @@ def test_unreadable_file_is_an_error_with_its_name(tmp_path: Path) -> None:
     path.write_text("{}")
     (source,) = find_sources([path])
     path.unlink()
-    with pytest.raises(DataError, match="cannot read .*a.jsonl"):
+    with pytest.raises(DataError, match=r"cannot read .*a\.jsonl"):
         list(read_rows(source))

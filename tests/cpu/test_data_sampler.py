@@ -13,7 +13,7 @@ def test_each_epoch_is_a_new_order_of_all_rows() -> None:
     sampler = Sampler(11, 4, seed=5)
     epochs = [[sampler.next().tolist() for _ in range(sampler.steps_per_epoch)] for _ in range(3)]
     assert [[len(step) for step in epoch] for epoch in epochs] == [[4, 4, 3]] * 3
-    orders = [sum(epoch, []) for epoch in epochs]
+    orders = [[row for step in epoch for row in step] for epoch in epochs]
     assert all(sorted(order) == list(range(11)) for order in orders)
     assert orders[0] != orders[1] != orders[2] != orders[0]
     assert sampler.epoch == 3.0

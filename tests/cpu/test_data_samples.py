@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-WORDS = "a b c d e f g h i j k l m n o p q r s t u v w x y z the cat sat on mat and ran far".split()
+WORDS = [*"abcdefghijklmnopqrstuvwxyz", "the", "cat", "sat", "on", "mat", "and", "ran", "far"]
 
 
 def word_tokenizer(begin: bool = False, **tokens: str) -> Any:

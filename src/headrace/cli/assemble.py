@@ -1,0 +1,147 @@
+"""Configuration to the parts of a run: tokenizer, model, data, optimizer, schedule, streaming session."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import headrace
+from headrace.base.errors import ModelError
+from headrace.cli.config import RunConfig
+from headrace.cli.config_file import ConfigError
+from headrace.cli.random_state import seed_all
+from headrace.cli.rates import rate_factor
+from headrace.data.encode import Encoder
+from headrace.data.prepare import Counts, Shape, prepare
+from headrace.data.sampler import Sampler
+from headrace.data.table import TokenTable
+
+
+@dataclass
+class Parts:
+    """What the training loop works with. `steps`: optimizer steps of the whole run."""
+
+    model: Any
+    tokenizer: Any
+    session: Any
+    optimizer: Any
+    scheduler: Any
+    train: TokenTable
+    validation: TokenTable | None
+    sampler: Sampler
+    pad: int
+    steps: int
+    fingerprints: dict[str, str]
+
+
+def assemble(config: RunConfig, say: Callable[[str], None], counting: Callable[[Counts], None] | None = None) -> Parts:
+    """Build everything. Data is read before weights, so that broken rows are told before the long part.
+
+    `say` prints a line, `counting` sees the counts while data is read. Raises DataError, ModelError, PlanError,
+    and ConfigError for options that do not suit the model.
+    """
+    seed_all(config.seed)
+    tokenizer = _load_tokenizer(config)
+    place = config.model or config.config_model or ""  # the configuration's rules see to it that there is one
+    model = headrace.load_model(place, dtype=getattr(torch, config.dtype), random_weights=config.model is None)
+    _check_length(config, model)
+    encoder = Encoder(tokenizer, model.get_input_embeddings().weight.shape[0])
+    train, validation = _read_data(config, encoder, say, counting)
+    sampler = Sampler(len(train), config.batch * config.accumulation, config.seed)
+    steps = config.steps or (config.epochs or 1) * sampler.steps_per_epoch
+    if config.warmup >= steps and config.warmup:
+        raise ConfigError([f"warmup = {config.warmup} leaves nothing of the {steps} steps"])
+    model, optimizer = wrap(config, model)
+    factor = partial(rate_factor, schedule=config.schedule, warmup=config.warmup, steps=steps)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(step))
+    return Parts(
+        model, tokenizer, headrace.session(model), optimizer, scheduler, train, validation, sampler, encoder.pad, steps,
+        {"data": train.fingerprint, "model": model_fingerprint(model)},
+    )  # fmt: skip
+
+
+def wrap(config: RunConfig, model: Any) -> tuple[Any, Any]:
+    """The streamed model and its optimizer: AdamW, where matrices decay and norms and biases do not."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trained if parameter.dim() > 1], "weight_decay": config.weight_decay},
+        {"params": [parameter for parameter in trained if parameter.dim() <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps
+    )
+    place = config.placement
+    model, wrapped = headrace.wrap(
+        model,
+        optimizer,
+        device=config.device,
+        device_memory=config.device_memory,
+        host_memory=config.host_memory,
+        disk_dir=config.disk_dir,
+        placement="auto" if place.weights == "auto" else {"weights": place.weights, "state": place.state},
+        window=config.window,
+        rows=config.rows,
+        accumulation=config.accumulation,
+        max_grad_norm=config.max_grad_norm,
+        moments=config.moments,
+        threads=config.threads,
+        on_nonfinite=config.on_nonfinite,
+        seed=config.seed,
+    )
+    return model, wrapped
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """A hash of what a checkpoint must fit: the class, and name, shape and type of every parameter."""
+    lines = [type(model).__name__]
+    lines += [f"{name} {tuple(parameter.shape)} {parameter.dtype}" for name, parameter in model.named_parameters()]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _load_tokenizer(config: RunConfig) -> Any:
+    from transformers import AutoTokenizer
+
+    place = config.tokenizer or config.model
+    try:
+        return AutoTokenizer.from_pretrained(place)
+    except Exception as error:  # every way in which files, a network or a format can fail
+        first = str(error).splitlines()[0] if str(error) else ""
+        raise ModelError(
+            f"the tokenizer in {place} cannot be loaded", f"{type(error).__name__}: {first}",
+            "Give a folder with tokenizer.json, or --tokenizer FOLDER",
+        ) from error  # fmt: skip
+
+
+def _check_length(config: RunConfig, model: Any) -> None:
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and config.sequence_length > limit:
+        raise ConfigError([f"sequence_length = {config.sequence_length} is more than the model's {limit} positions"])
+
+
+def _read_data(
+    config: RunConfig, encoder: Encoder, say: Callable[[str], None], counting: Callable[[Counts], None] | None
+) -> tuple[TokenTable, TokenTable | None]:
+    shape = Shape(config.sequence_length, config.packing, config.long_rows, config.broken_rows)
+
+    def read(name: str, paths: tuple[str, ...]) -> TokenTable:
+        table, counts = prepare(paths, encoder, shape, Path(config.output), counting)
+        say(f"{name}: {counts}")
+        for place in counts.named:
+            say(f"  skipped {place}")
+        return table
+
+    train = read("data", config.data)
+    if config.validation is None:
+        return train, None
+    if isinstance(config.validation, tuple):
+        return train, read("validation", config.validation)
+    train, validation = train.split(config.validation, config.seed)
+    say(f"validation: {len(validation)} of {len(train) + len(validation)} rows held out")
+    return train, validation

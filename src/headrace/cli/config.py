@@ -1,0 +1,185 @@
+"""The configuration of a training run: every option once, with its unit, its limits and its help text.
+
+The docstring below an option is its help text, in `--help` and in errors. Options in FLAGS are flags of
+`headrace train`; all of them may stand in the YAML file or be given as `--set name=value`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from headrace.base.errors import OptionError
+from headrace.base.units import parse_bytes
+
+FLAGS = (
+    "model", "config_model", "tokenizer", "data", "output", "steps", "epochs", "batch", "accumulation",
+    "sequence_length", "lr", "device", "device_memory", "host_memory", "disk_dir", "validation", "eval_every",
+    "save_every", "seed", "resume",
+)  # fmt: skip
+
+Tier = Literal["auto", "device", "host", "disk"]
+Count = Annotated[int, Field(ge=1)]
+CountOrNone = Annotated[int, Field(ge=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Placement(BaseModel):
+    """Where the parts of the model live. Give both or neither."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    weights: Tier = "auto"
+    state: Tier = "auto"
+
+
+class RunConfig(BaseModel):
+    """All options of `headrace train`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    model: str | None = None
+    """Folder or hub id of the model to fine-tune."""
+    config_model: str | None = None
+    """A config.json, or the folder that holds it: train this architecture from random weights."""
+    tokenizer: str | None = None
+    """Folder or hub id of the tokenizer; the model's own unless given."""
+    data: tuple[str, ...] = ()
+    """JSONL file ("text", or "prompt" and "completion"), text file, or folder of these; may be repeated."""
+    output: str = ""
+    """Folder for the trained model, its checkpoints and its log."""
+
+    steps: Count | None = None
+    """Optimizer steps to train, in all."""
+    epochs: Count | None = None
+    """Passes over the data; 1 unless steps or epochs is given."""
+    batch: Count = 1
+    """Rows in a micro-batch."""
+    accumulation: Count = 1
+    """Micro-batches in an optimizer step; they share one load of the weights."""
+    sequence_length: Annotated[int, Field(ge=2)] = 1024
+    """Longest row, in tokens."""
+    packing: bool = True
+    """Join text documents, an end token between them, into rows of sequence_length (pairs never are)."""
+    long_rows: Literal["refuse", "drop", "cut"] = "refuse"
+    """What to do with rows longer than sequence_length: refuse the run, drop them, or cut their end off."""
+    broken_rows: Literal["refuse", "skip"] = "refuse"
+    """What to do with rows that cannot be read: refuse the run, or skip them."""
+
+    lr: Annotated[float, Field(ge=0)] = 1e-5
+    """Highest learning rate."""
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    """How the learning rate goes on after the warmup: falling to zero in a line or a cosine, or constant."""
+    warmup: CountOrNone = 0
+    """Optimizer steps in which the learning rate rises to lr."""
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Global gradient norm above which gradients are scaled down; null: no clipping."""
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """AdamW's decay rates of the two moments."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """AdamW's decoupled weight decay of matrices; norms and biases (tensors of one dimension) get none."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of the weights that compute; with bfloat16 exact float32 masters are kept beside them."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """Type of AdamW's moments: 8 or 4 bytes per parameter."""
+    on_nonfinite: Literal["skip", "stop"] = "skip"
+    """What to do when a gradient is infinite or NaN: skip the step, or stop the run."""
+
+    device: str | None = None
+    """"cpu", "cuda" or "cuda:N"; a GPU if there is one, unless given."""
+    device_memory: int | None = None
+    """Most memory to use on the device, in bytes or as "8GiB"."""
+    host_memory: int | None = None
+    """Most RAM to use, in bytes or as "32GiB"."""
+    disk_dir: str | None = None
+    """Folder on a fast disk for weights and optimizer state that RAM does not hold."""
+    placement: Placement = Placement()
+    """"auto", or weights and state each on "device", "host" or "disk"."""
+    window: Annotated[int, Field(ge=2)] = 3
+    """Blocks that are on the device at once."""
+    rows: Count | None = None
+    """Rows of a micro-batch that pass through a block at once; all unless given."""
+    threads: Count | None = None
+    """Threads for updates on the host; the CPUs that this process may use unless given."""
+
+    validation: float | tuple[str, ...] | None = None
+    """Held-out data: a fraction of the rows such as 0.05, or paths as for data."""
+    eval_every: CountOrNone = 0
+    """Optimizer steps between evaluations; 0: only before and after training."""
+    save_every: CountOrNone = 0
+    """Optimizer steps between checkpoints; 0: only when stopped by a signal."""
+    keep: Count = 2
+    """Checkpoints that are kept; older ones are deleted once a newer one is complete."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Seed of the row order, of dropout and of random weights."""
+    resume: bool = False
+    """Go on from the newest checkpoint in output; start fresh when there is none."""
+    log: str | None = None
+    """File for one JSON line per step; OUTPUT/log.jsonl unless given."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_numbers(cls, value: Any, info: Any) -> Any:
+        if isinstance(value, bool) and info.field_name not in ("resume", "packing"):
+            raise ValueError(f"is {str(value).lower()}, which this option does not take")
+        return value
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _one_path_is_a_list(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("dtype", "moments", mode="before")
+    @classmethod
+    def _no_half_precision(cls, value: Any) -> Any:
+        if value in ("float16", "fp16", "half"):
+            raise ValueError("is refused: float16 ends at 65504 and needs loss scaling; use bfloat16 or float32")
+        return {"bf16": "bfloat16", "fp32": "float32"}.get(value, value) if isinstance(value, str) else value
+
+    @field_validator("device")
+    @classmethod
+    def _known_device(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", value):
+            raise ValueError('is no device: use "cpu", "cuda" or "cuda:N"')
+        return value
+
+    @field_validator("device_memory", "host_memory", mode="before")
+    @classmethod
+    def _bytes(cls, value: Any) -> int | None:
+        if value is None:
+            return None
+        try:
+            size = parse_bytes(value)
+        except OptionError:
+            size = 0
+        if size <= 0:
+            raise ValueError('is no size: use bytes or text such as "8GiB"')
+        return size
+
+    @field_validator("placement", mode="before")
+    @classmethod
+    def _automatic_placement(cls, value: Any) -> Any:
+        return {} if value in ("auto", None) else value
+
+    @field_validator("validation", mode="before")
+    @classmethod
+    def _fraction_or_paths(cls, value: Any) -> Any:
+        items = [value] if isinstance(value, (str, int, float)) else value
+        if isinstance(items, (list, tuple)) and len(items) == 1:
+            try:
+                fraction = float(items[0])
+            except (TypeError, ValueError):
+                return tuple(items)
+            if not 0 < fraction < 1:
+                raise ValueError("is no fraction of the rows: use a number between 0 and 1, or paths")
+            return fraction
+        return items
+
+
+def helps() -> dict[str, str]:
+    """Option name to help text."""
+    return {name: field.description or "" for name, field in RunConfig.model_fields.items()}

@@ -1,0 +1,225 @@
+"""YAML file, flags and `--set` to one RunConfig, with every mistake reported at once and by its line."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import ValidationError
+
+from headrace.base.errors import OptionError
+from headrace.cli.config import Placement, RunConfig, Tier
+from headrace.cli.config_rules import broken_rules, resolved
+
+Place = tuple[str | int, ...]
+"""Where a value stands in the configuration: ("lr",), ("placement", "weights"), ("data", 1)."""
+
+INSTEAD = {"steps": "epochs", "epochs": "steps", "model": "config_model", "config_model": "model"}
+"""Options of which one replaces the other: a flag silences the other's line in the file, with a note."""
+
+
+class ConfigError(OptionError):
+    """The configuration cannot be used; `problems` are all its mistakes, one line each."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = list(problems)
+        count = "1 mistake" if len(self.problems) == 1 else f"{len(self.problems)} mistakes"
+        super().__init__(f"the configuration has {count}:\n" + "\n".join(f"  {text}" for text in self.problems))
+
+
+@dataclass
+class Given:
+    """Values as given, where each was given, and mistakes as (where, text). `source`: where the rest belongs."""
+
+    source: str
+    values: dict[str, Any] = field(default_factory=dict)
+    places: dict[Place, str] = field(default_factory=dict)
+    problems: list[tuple[str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def where(self, place: Place) -> str:
+        """The place of a value, or of what holds it."""
+        while place and place not in self.places:
+            place = place[:-1]
+        return self.places.get(place, self.source)
+
+
+def read_config(file: Path | None, flags: Mapping[str, Any], settings: Sequence[str]) -> tuple[RunConfig, Given]:
+    """The effective configuration. `flags`: option to value, None where not given; `settings`: "name=value" texts.
+
+    Flags and settings win over the file; the same option in both of them is refused. Raises ConfigError with
+    all mistakes: each has its file and line (or flag), the wrong value, and the nearest valid name.
+    """
+    given = Given("command line" if file is None else str(file))
+    if file is not None:
+        _read_file(file, given)
+    _take(given, dict(_explicit(flags, settings, given)))
+    config, wrong = _validated(given)
+    for name, text in broken_rules(config, wrong):
+        given.problems.append((given.where((name,)), text))
+    if given.problems:
+        raise ConfigError([f"{where}: {text}" for where, text in sorted(given.problems, key=_line)])
+    return resolved(config), given
+
+
+def _line(problem: tuple[str, str]) -> int:
+    """The line of a problem in the file; the command line's come last, in the order given."""
+    number = problem[0].rpartition(":")[2]
+    return int(number) if number.isdigit() else 1 << 30
+
+
+def _read_file(file: Path, given: Given) -> None:
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        given.problems.append(("--config", f"cannot read {file}: {getattr(error, 'strerror', None) or error}"))
+        return
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        given.problems.append((f"{file}:{line}", f"not YAML: {error.problem or error.context}"))
+        return
+    except yaml.YAMLError as error:
+        given.problems.append((str(file), f"not YAML: {error}"))
+        return
+    if node is None:
+        return
+    if not isinstance(node, yaml.MappingNode):
+        given.problems.append((f"{file}:{node.start_mark.line + 1}", 'expected lines such as "lr: 1e-5"'))
+        return
+    given.values.update(_mapping(node, file, (), given))
+
+
+def _mapping(node: yaml.MappingNode, file: Path, above: Place, given: Given) -> dict[str, Any]:
+    """A mapping's values; notes the line of each value and refuses a key that stands twice."""
+    values: dict[str, Any] = {}
+    for key, value in node.value:
+        name, place = str(key.value), (*above, str(key.value))
+        line = f"{file}:{key.start_mark.line + 1}"
+        if name in values:
+            given.problems.append((line, f"{name} stands here and in {given.places[place]}"))
+            continue
+        given.places[place] = line
+        if isinstance(value, yaml.MappingNode):
+            values[name] = _mapping(value, file, place, given)
+            continue
+        if isinstance(value, yaml.SequenceNode):
+            for index, item in enumerate(value.value):
+                given.places[(*place, index)] = f"{file}:{item.start_mark.line + 1}"
+        values[name] = _constructed(value, line, given)
+    return values
+
+
+def _constructed(node: yaml.Node, where: str, given: Given) -> Any:
+    loader = yaml.SafeLoader("")
+    try:
+        return loader.construct_object(node, deep=True)
+    except (yaml.YAMLError, ValueError) as error:
+        given.problems.append((where, f"a value that cannot be read: {getattr(error, 'problem', None) or error}"))
+        return None
+    finally:
+        loader.dispose()
+
+
+def _explicit(
+    flags: Mapping[str, Any], settings: Sequence[str], given: Given
+) -> Iterator[tuple[Place, tuple[str, Any]]]:
+    """(place, (flag, value)) of everything given on the command line, each option once."""
+    seen: dict[Place, str] = {}
+    for name, value in flags.items():
+        if value is not None and value != []:
+            seen[(name,)] = "--" + name.replace("_", "-")
+            yield (name,), (seen[(name,)], value)
+    for setting in settings:
+        name, sign, text = setting.partition("=")
+        if not sign or not name.strip():
+            given.problems.append(("--set", f"{setting!r} is not of the form name=value"))
+            continue
+        place = tuple(name.strip().split("."))
+        where = f"--set {name.strip()}"
+        rivals = (flag for other, flag in seen.items() if other[: len(place)] == place[: len(other)])
+        rival = next(rivals, None)
+        if rival is not None:
+            given.problems.append((where, f"{rival} gives this option too: give it once"))
+            continue
+        seen[place] = where
+        try:
+            yield place, (where, yaml.safe_load(text))
+        except yaml.YAMLError:
+            yield place, (where, text)
+
+
+def _take(given: Given, explicit: Mapping[Place, tuple[str, Any]]) -> None:
+    """Put the command line's values over the file's."""
+    for place, (where, value) in explicit.items():
+        other = INSTEAD.get(str(place[0]))
+        if other is not None and given.values.get(other) is not None and (other,) not in explicit:
+            given.notes.append(f"{where} replaces {other} from {given.where((other,))}")
+            del given.values[other]
+        inner = given.values
+        for name in place[:-1]:
+            if not isinstance(inner.get(str(name)), dict):
+                inner[str(name)] = {}
+            inner = inner[str(name)]
+        inner[str(place[-1])] = value
+        given.places = {old: line for old, line in given.places.items() if old[: len(place)] != place}
+        given.places[place] = where
+
+
+def _validated(given: Given) -> tuple[RunConfig, set[str]]:
+    """The configuration without its wrong values, and the names of the options they were for."""
+    try:
+        return RunConfig.model_validate(given.values), set()
+    except ValidationError as error:
+        wrong = {str(item["loc"][0]) for item in error.errors()}
+        told: set[tuple[str, str]] = set()
+        for item in error.errors():
+            problem = (given.where(tuple(item["loc"])), _explained(tuple(item["loc"]), dict(item)))
+            if problem not in told:
+                told.add(problem)
+                given.problems.append(problem)
+        return RunConfig.model_validate(
+            {name: value for name, value in given.values.items() if name not in wrong}
+        ), wrong
+
+
+def _explained(place: Place, item: dict[str, Any]) -> str:
+    """One of pydantic's findings in our words: option, wrong value, what would be right."""
+    name = ".".join(str(part) for part in place if isinstance(part, str))
+    kind, context = str(item["type"]), item.get("ctx", {})
+    if kind == "extra_forbidden":
+        names = list(RunConfig.model_fields if len(place) == 1 else Placement.model_fields)
+        return f"{name} is not an option{_nearest(str(place[-1]), names)}"
+    value = f"{name} = {item['input']!r}"
+    if kind == "value_error":
+        return f"{value} {context['error']}"
+    if kind == "literal_error":
+        choices = _choices(place)
+        return f"{value} is not one of {', '.join(choices)}{_nearest(str(item['input']), choices, rest=False)}"
+    texts = {
+        "int": "is not a whole number", "float": "is not a number", "finite": "is not a finite number",
+        "bool": "is not true or false", "string": "is not text (put it in quotes)",
+        "greater_than_equal": f"is too small: at least {context.get('ge')}",
+        "greater_than": f"is too small: more than {context.get('gt')}",
+        "less_than": f"is too large: less than {context.get('lt')}",
+        "tuple": "is not a list", "too_": f"has {context.get('actual_length')} entries",
+        "missing": "has too few entries: two are needed", "model": 'is not "auto" or a mapping of weights and state',
+    }  # fmt: skip
+    told = next((text for start, text in texts.items() if kind.startswith(start)), str(item["msg"]))
+    return f"{value} {told}"
+
+
+def _choices(place: Place) -> list[str]:
+    if len(place) > 1:
+        return list(get_args(Tier))
+    return list(get_args(RunConfig.model_fields[str(place[0])].annotation))
+
+
+def _nearest(word: str, names: Sequence[str], rest: bool = True) -> str:
+    """The nearest valid name as a clause; if none is near, all of them (`rest`) or nothing."""
+    near = difflib.get_close_matches(word.replace("-", "_").lower(), names, 1, 0.5)
+    return f"; nearest: {near[0]}" if near else f"; there are: {', '.join(names)}" if rest else ""

@@ -1,0 +1,93 @@
+"""Rules that concern several options or the files they name, and paths made absolute."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Set
+from pathlib import Path
+
+from headrace.cli.config import RunConfig
+
+_PATHS = ("config_model", "output", "disk_dir", "log")
+_PATHS_OR_IDS = ("model", "tokenizer")
+
+
+def broken_rules(config: RunConfig, wrong: Set[str]) -> Iterator[tuple[str, str]]:
+    """(option, text) of each rule that does not hold. `wrong`: options already reported, not judged again."""
+    for names, text in _combinations(config):
+        if not wrong & set(names):
+            yield names[0], text
+    for name, text in _files(config):
+        if name not in wrong:
+            yield name, text
+
+
+def _combinations(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    if config.model is None and config.config_model is None:
+        yield ("model", "config_model"), "a model is missing: --model FOLDER, or --config-model FILE --tokenizer FOLDER"
+    if config.model is not None and config.config_model is not None:
+        yield ("model", "config_model"), "model and config_model exclude each other: fine-tune one, or start the other"
+    if config.config_model is not None and config.model is None and config.tokenizer is None:
+        yield ("tokenizer", "config_model"), "a tokenizer is missing: config_model needs --tokenizer FOLDER"
+    if not config.data:
+        yield ("data",), "data is missing: --data PATH"
+    if not config.output:
+        yield ("output",), "output is missing: --output FOLDER"
+    if config.steps is not None and config.epochs is not None:
+        yield ("steps", "epochs"), "steps and epochs exclude each other: give one"
+    if config.steps is not None and config.warmup >= config.steps and config.warmup:
+        yield ("warmup", "steps"), f"warmup = {config.warmup} leaves nothing of the {config.steps} steps"
+    if config.eval_every and config.validation is None:
+        yield ("eval_every", "validation"), "eval_every needs held-out data: --validation PATH or a fraction"
+    place = config.placement
+    if (place.weights == "auto") != (place.state == "auto"):
+        yield ("placement",), "placement names only one of weights and state: give both, or auto"
+    if "disk" in (place.weights, place.state) and config.disk_dir is None:
+        yield ("placement", "disk_dir"), "placement on disk needs a folder: --disk-dir FOLDER"
+
+
+def _files(config: RunConfig) -> Iterator[tuple[str, str]]:
+    paths = [("data", path) for path in config.data]
+    if isinstance(config.validation, tuple):
+        paths += [("validation", path) for path in config.validation]
+    for name, path in paths:
+        if not Path(path).expanduser().exists():
+            yield name, f"{name} = {path!r} does not exist"
+    for name in _PATHS_OR_IDS:
+        value = getattr(config, name)
+        if value is not None:
+            folder = Path(value).expanduser()
+            if not folder.exists() and (value.startswith(("/", ".", "~")) or value.count("/") > 1):
+                yield name, f"{name} = {value!r} does not exist"
+            elif name == "model" and folder.exists() and not (folder / "config.json").is_file():
+                yield name, f"model = {value!r} holds no config.json: it is no model folder"
+    if config.config_model is not None:
+        file = Path(config.config_model).expanduser()
+        if not file.is_file() and not (file / "config.json").is_file():
+            yield "config_model", f"config_model = {config.config_model!r} is no config.json and holds none"
+    for name in ("output", "disk_dir"):
+        value = getattr(config, name)
+        if value:
+            folder = Path(value).expanduser().absolute()
+            parent = next(path for path in (folder, *folder.parents) if path.exists())
+            if not parent.is_dir():
+                yield name, f"{name} = {value!r} cannot be a folder: {parent} is a file"
+            elif not os.access(parent, os.W_OK):
+                yield name, f"{name} = {value!r} is not writable"
+
+
+def resolved(config: RunConfig) -> RunConfig:
+    """The same configuration with absolute paths, so that it means the same from any folder."""
+    update: dict[str, object] = {name: _absolute(value) for name in _PATHS if (value := getattr(config, name))}
+    for name in _PATHS_OR_IDS:
+        value = getattr(config, name)
+        if value and Path(value).expanduser().exists():
+            update[name] = _absolute(value)
+    update["data"] = tuple(_absolute(path) for path in config.data)
+    if isinstance(config.validation, tuple):
+        update["validation"] = tuple(_absolute(path) for path in config.validation)
+    return config.model_copy(update=update)
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())

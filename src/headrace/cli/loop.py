@@ -1,0 +1,155 @@
+"""The training loop: one window of micro-batches per optimizer step, evaluation, checkpoints, a clean stop."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+import headrace
+from headrace.base.errors import StoreError
+from headrace.cli.assemble import Parts
+from headrace.cli.checkpoints import Checkpoints, identity
+from headrace.cli.config import RunConfig
+from headrace.cli.progress import Display, StepLog
+from headrace.cli.random_state import random_state, restore_random_state
+from headrace.cli.signals import Stop
+from headrace.data.batch import IGNORED, micro_batches
+from headrace.data.table import TokenTable
+
+
+class Loop:
+    """Trains `parts` to the end, or until a signal. `step`: optimizer steps done."""
+
+    def __init__(self, config: RunConfig, parts: Parts, checkpoints: Checkpoints, stop: Stop) -> None:
+        self._config, self._parts, self._checkpoints, self._stop = config, parts, checkpoints, stop
+        self._identity = identity(config, parts.fingerprints)
+        self._saved: int | None = None
+        self.log_position = 0
+        self.step = 0
+
+    def resume(self) -> bool:
+        """Go on from the newest usable checkpoint; False when there is none."""
+        state = self._checkpoints.restore(self._parts.session, self._identity)
+        if state is None:
+            return False
+        parts = self._parts
+        self.step, self.log_position = state["step"], state["log"]
+        parts.sampler.restore(state["sampler"])
+        parts.scheduler.load_state_dict(state["scheduler"])
+        for group, rate in zip(parts.optimizer.param_groups, parts.scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
+        restore_random_state(state["random"])
+        self._saved = self.step
+        return True
+
+    def run(self, display: Display, log: StepLog) -> bool:
+        """Train; True when the run is complete, False when a signal stopped it (its state is then saved)."""
+        config, parts = self._config, self._parts
+        parts.model.train()
+        if self.step == 0:
+            self._evaluate_and_tell(display, log)
+        while self.step < parts.steps and self._stop.number is None:
+            self._train_step(display, log)
+            last = self.step == parts.steps
+            if config.eval_every and self.step % config.eval_every == 0 and not last:
+                self._evaluate_and_tell(display, log)
+            if config.save_every and (last or self.step % config.save_every == 0):
+                self._save(display, log, must=False)
+        if self.step < parts.steps:
+            self._save(display, log, must=True)
+            return False
+        self._evaluate_and_tell(display, log)
+        return True
+
+    def _train_step(self, display: Display, log: StepLog) -> None:
+        parts = self._parts
+        started = time.perf_counter()
+        chosen = parts.sampler.next()
+        labels = parts.train.labels(chosen)
+        batches = micro_batches(parts.train, chosen, self._config.batch, parts.pad)
+        loss = headrace.accumulate(lambda batch: self._loss(batch, labels), batches)
+        loss.backward()
+        rate = parts.optimizer.param_groups[0]["lr"]
+        parts.optimizer.step()
+        parts.scheduler.step()
+        parts.optimizer.zero_grad()
+        self.step += 1
+
+        value, norm = float(loss.detach()), parts.optimizer.last_grad_norm
+        tokens = int(parts.train.lengths[chosen].sum())
+        speed = tokens / (time.perf_counter() - started)
+        peak = parts.session.memory_report()["device"]["peak"]
+        display.step(self.step, value, rate, speed, peak)
+        log.write(
+            step=self.step, epoch=round(parts.sampler.epoch, 6), loss=value, lr=rate, grad_norm=norm, tokens=tokens,
+            tokens_per_second=round(speed, 1), device_peak=peak,
+        )  # fmt: skip
+
+    def _loss(self, batch: dict[str, Tensor], labels: int) -> Tensor:
+        """A micro-batch's share of the step's loss: the sum over its labels divided by the labels of all."""
+        own = int((batch["labels"][:, 1:] != IGNORED).sum())
+        batch = {name: tensor.to(self._parts.session.device) for name, tensor in batch.items()}
+        if takes_label_count(self._parts.model):
+            loss: Tensor = self._parts.model(**batch, num_items_in_batch=labels).loss
+            return loss
+        mean: Tensor = self._parts.model(**batch).loss
+        return mean * (own / labels)
+
+    def _evaluate_and_tell(self, display: Display, log: StepLog) -> None:
+        if self._parts.validation is None:
+            return
+        loss = self.evaluate(self._parts.validation)
+        if loss is not None:
+            display.say(f"step {self.step}/{self._parts.steps}  validation loss {loss:.4f}")
+            log.write(step=self.step, validation_loss=loss)
+
+    def evaluate(self, table: TokenTable) -> float | None:
+        """Mean loss over the labels of all rows, by the path that training takes; None when a signal came."""
+        parts = self._parts
+        every: NDArray[np.int64] = np.arange(len(table), dtype=np.int64)
+        labels, total = table.labels(every), 0.0
+        parts.model.eval()
+        try:
+            with torch.no_grad():
+                for batch in micro_batches(table, every, self._config.batch, parts.pad):
+                    if self._stop.number is not None:
+                        return None
+                    total += float(self._loss(batch, labels))  # the output, and with it the logits, ends here
+        finally:
+            parts.model.train()
+        return total
+
+    def _save(self, display: Display, log: StepLog, must: bool) -> None:
+        """Write a checkpoint. A full disk ends the run only if there is no other way to keep its state (`must`)."""
+        if self._saved == self.step:
+            return
+        parts = self._parts
+        state: dict[str, Any] = {
+            "step": self.step,
+            "sampler": parts.sampler.state(),
+            "scheduler": parts.scheduler.state_dict(),
+            "random": random_state(),
+            "log": log.position,
+            "identity": self._identity,
+        }
+        try:
+            path = self._checkpoints.save(self.step, parts.session, state)
+        except StoreError as error:
+            if must:
+                raise
+            display.say(f"no checkpoint at step {self.step}, training goes on: {error}")
+            return
+        self._saved = self.step
+        display.say(f"saved {path}")
+
+
+def takes_label_count(model: Any) -> bool:
+    """Whether the model divides its loss by a given label count instead of its own."""
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    return any(each.kind is each.VAR_KEYWORD or each.name == "num_items_in_batch" for each in parameters)

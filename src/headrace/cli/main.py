@@ -1,0 +1,104 @@
+"""The entry point `headrace`: one sub-command per file, errors as one clear text, exit codes.
+
+Exit codes: 0 done; 1 an error; 2 a mistake in the configuration or on the command line; 130 and 143 stopped by
+Ctrl-C and SIGTERM.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headrace import __version__
+from headrace.base.errors import HeadraceError
+from headrace.cli.flags import with_config_flags
+
+app = typer.Typer(
+    name="headrace",
+    help="Train language models that do not fit on the accelerator.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"headrace {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def headrace(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Train language models that do not fit on the accelerator."""
+
+
+@app.command()
+@with_config_flags
+def train(
+    config: Annotated[Path | None, typer.Option("--config", help="YAML file with options; flags win over it.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Any option of the YAML file, such as schedule=cosine."),
+    ] = None,
+    debug: Debug = False,
+    **flags: Any,
+) -> None:
+    """Train a model: fine-tune --model, or start from random weights with --config-model and --tokenizer."""
+    with _told(debug):
+        from headrace.cli.train import train as run
+
+        run(config, flags, settings or [])
+
+
+@app.command()
+def sample(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder of the model.")],
+    prompt: Annotated[str, typer.Argument(help="Text to go on from.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token each time.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the draws at a temperature above 0.")] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Let a trained model go on from a prompt."""
+    with _told(debug):
+        from headrace.cli.sample import sample as run
+
+        run(folder, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, chat=chat)
+
+
+@contextmanager
+def _told(debug: bool) -> Iterator[None]:
+    """Errors that say what to do are printed as that text; all others are ours, and keep their traceback."""
+    try:
+        yield
+    except HeadraceError as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        from headrace.cli.config_file import ConfigError
+
+        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def main() -> None:
+    """Run the command line and exit with its code."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""What a run shows and logs: a progress bar on a terminal, plain lines elsewhere, one JSON line per step in a file."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from headrace.base.units import format_bytes
+
+LINE_SECONDS = 1.0
+"""Shortest time between two plain lines, the first and the last step excepted."""
+
+
+class StepLog:
+    """One JSON object a line: {"step": ..., "loss": ...} or {"step": ..., "validation_loss": ...}.
+
+    `position`: bytes written; a resumed run cuts the file back to the position of its checkpoint.
+    """
+
+    def __init__(self, path: Path, position: int = 0) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "ab")  # noqa: SIM115 - `close` closes it
+        self._file.truncate(position)
+
+    @property
+    def position(self) -> int:
+        self._file.flush()
+        return os.fstat(self._file.fileno()).st_size
+
+    def write(self, **values: Any) -> None:
+        """Append a line; numbers that JSON does not know (NaN, infinity) become null."""
+        known = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in values.items()
+        }
+        self._file.write(json.dumps(known).encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Display:
+    """The progress bar, or plain lines where nobody looks at a terminal. Use as a context manager."""
+
+    def __init__(self, console: Console, steps: int, done: int) -> None:
+        self._console, self._steps = console, steps
+        self._shown = -math.inf
+        self._process = psutil.Process()
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[text]}"))
+            self._bar = Progress(*columns, TimeRemainingColumn(), console=console)
+            self._task = self._bar.add_task("", total=steps, completed=done, text="")
+
+    def __enter__(self) -> Display:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def step(self, step: int, loss: float, rate: float, tokens_per_second: float, device_peak: int) -> None:
+        """Show a finished step. `device_peak`: most bytes used on the device so far."""
+        text = (
+            f"loss {loss:.4f}  lr {rate:.3g}  {tokens_per_second:,.0f} tokens/s  "
+            f"device {format_bytes(device_peak)}  RAM {format_bytes(self._process.memory_info().rss)}"
+        )
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, text=text)
+            return
+        now = time.monotonic()
+        if now - self._shown >= LINE_SECONDS or step == self._steps:
+            self._shown = now
+            self.say(f"step {step}/{self._steps}  {text}")
+
+    def say(self, text: str) -> None:
+        """A line above the bar."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,134 @@
+"""`headrace train`: read the configuration, claim the output folder, train, export, and say what it took."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+import yaml
+from rich.console import Console
+
+from headrace import __version__
+from headrace.base.units import format_bytes
+from headrace.cli.config import RunConfig
+from headrace.cli.config_file import ConfigError, Given, read_config
+from headrace.cli.signals import Stop, Stopped
+from headrace.files.atomic import write_file
+from headrace.files.leftovers import lock
+
+
+def train(file: Path | None, flags: Mapping[str, Any], settings: Sequence[str]) -> None:
+    """Train as configured. Exits with 130 or 143 after a signal; raises ConfigError (exit code 2) for mistakes."""
+    config, given = read_config(file, flags, settings)
+    console = Console(highlight=False)
+    _print_config(config, given, console)
+    with Stop(console) as stop:
+        try:
+            with _claimed(Path(config.output), config.resume):
+                _run(config, console, stop)
+        except Stopped as stopped:
+            console.print("stopped before the first step: nothing to save", markup=False)
+            raise typer.Exit(128 + stopped.number) from None
+    if stop.number is not None:
+        raise typer.Exit(128 + stop.number)
+
+
+def _run(config: RunConfig, console: Console, stop: Stop) -> None:
+    # Torch and transformers are first needed here: mistakes in the configuration are told without them.
+    from headrace.cli.assemble import assemble
+    from headrace.cli.checkpoints import Checkpoints
+    from headrace.cli.loop import Loop
+    from headrace.cli.progress import Display, StepLog
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, soft_wrap=True)
+
+    output = Path(config.output)
+    checkpoints = Checkpoints(output / "checkpoints", config.keep, say)
+    checkpoints.sweep()
+    parts = assemble(config, say)
+    with parts.session:
+        for event in parts.session.events:
+            say(str(event))
+        loop = Loop(config, parts, checkpoints, stop)
+        if config.resume and not loop.resume():
+            say("nothing saved yet: starting fresh")
+        write_file(output / "run.yaml", _as_yaml(config))
+        _warn_of_small_disk(config, parts.model, say)
+        log = StepLog(Path(config.log or output / "log.jsonl"), loop.log_position)
+        stop.defer()
+        with Display(console, parts.steps, loop.step) as display:
+            complete = loop.run(display, log)
+        log.close()
+        if complete:
+            parts.model.save_pretrained(output)
+            parts.tokenizer.save_pretrained(output)
+            say(f"model in {output}")
+        else:
+            say(f"stopped after step {loop.step} of {parts.steps}; go on with: "
+                f"headrace train --config {output / 'run.yaml'} --resume")  # fmt: skip
+        _tell_memory(parts.session.memory_report(), say)
+
+
+def _print_config(config: RunConfig, given: Given, console: Console) -> None:
+    """Every option with its effective value, and for those that were given, where."""
+    for note in given.notes:
+        console.print(note, markup=False, soft_wrap=True)
+    for name, value in config.model_dump(mode="json").items():
+        place = given.places.get((name,)) or next((p for key, p in given.places.items() if key[0] == name), "")
+        console.print(f"{name}: {_scalar(value)}{f'  ({place})' if place else ''}", markup=False, soft_wrap=True)
+
+
+def _scalar(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=1 << 20).removesuffix("...\n").strip()
+
+
+def _as_yaml(config: RunConfig) -> str:
+    body: str = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return f"# Effective configuration of this run, headrace {__version__}\n{body}"
+
+
+@contextmanager
+def _claimed(output: Path, resume: bool) -> Iterator[None]:
+    """Hold the output folder: no second run may write there, and no other run's results are overwritten."""
+    output.mkdir(parents=True, exist_ok=True)
+    earlier = [name for name in ("checkpoints", "config.json") if (output / name).exists()]
+    if earlier and not resume:
+        raise ConfigError(
+            [f"output = {str(output)!r} holds a run already: go on with --resume, or name another folder"]
+        )
+    fd = os.open(output, os.O_RDONLY)
+    try:
+        if lock(fd) is False:
+            raise ConfigError([f"output = {str(output)!r} is in use by another run: name another folder"])
+        yield
+    finally:
+        os.close(fd)
+
+
+def _warn_of_small_disk(config: RunConfig, model: Any, say: Any) -> None:
+    """Say before training when the checkpoints and the export will not fit."""
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    moments = 8 if config.moments == "float32" else 4
+    saved = numbers * (4 + moments) * (config.keep + 1 if config.save_every else 1)
+    need = saved + numbers * (2 if config.dtype == "bfloat16" else 4)
+    free = shutil.disk_usage(config.output).free
+    if need > free:
+        say(
+            f"warning: the disk of {config.output} will be too small: about {format_bytes(need)} for checkpoints and "
+            f"the model, {format_bytes(free)} free; lower keep, or free some space"
+        )
+
+
+def _tell_memory(report: Mapping[str, Any], say: Any) -> None:
+    device, host, disk, link = (report[tier] for tier in ("device", "host", "disk", "link"))
+    say(
+        f"device peak {format_bytes(device['peak'])}, host peak {format_bytes(host['peak_rss'])}; "
+        f"disk: {format_bytes(disk['written'])} written, {format_bytes(disk['read'])} read; "
+        f"link: {format_bytes(link['to_device'])} up, {format_bytes(link['to_host'])} down"
+    )
