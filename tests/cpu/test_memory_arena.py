@@ -94,6 +94,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
 
 def test_exactly_the_asked_bytes_are_locked_once(runtime: FakeRuntime) -> None:
     arena = HostArena(3_000_001, pin=True)
+    assert arena.buffer.untyped_storage().data_ptr() == arena.buffer.data_ptr()  # is_pinned() asks about the storage
     assert arena.pinned and arena.note == "" and runtime.locked == {arena.buffer.data_ptr(): 3_000_001}
     arena.close()
     arena.close()

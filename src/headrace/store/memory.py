@@ -151,9 +151,9 @@ def _map(nbytes: int) -> Tensor:
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         with suppress(OSError, AttributeError):
             pages.madvise(getattr(mmap, advice))
-    whole = torch.frombuffer(pages, dtype=torch.uint8)
-    start = -whole.data_ptr() % _HUGE_PAGE if slack else 0
-    return whole[start : start + nbytes]
+    start = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % _HUGE_PAGE if slack else 0
+    # Not a slice: torch's is_pinned() asks about the start of the storage, which must be in what gets registered.
+    return torch.frombuffer(pages, dtype=torch.uint8, offset=start, count=nbytes)
 
 
 def _allocate(nbytes: int, device: torch.device) -> Tensor:
