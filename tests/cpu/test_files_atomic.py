@@ -17,6 +17,7 @@ from headrace.base.events import EventLog
 from headrace.files import atomic, space
 from headrace.files.atomic import replacing_file, replacing_folder, sweep_temporary, write_file
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 SLOW_WRITER = """
 import os, signal, sys
 from headrace.files.atomic import replacing_folder
@@ -40,7 +41,7 @@ def test_a_kill_at_any_point_leaves_old_or_new_and_no_growth(tmp_path: Path) -> 
     target.mkdir()
     (target / "part0").write_text("old")
     for stop in range(10):
-        done = subprocess.run([sys.executable, "-c", SLOW_WRITER, str(target), str(stop)], check=False)
+        done = subprocess.run([sys.executable, "-c", SLOW_WRITER, str(target), str(stop)], check=False, env=ENVIRONMENT)
         assert done.returncode == -signal.SIGKILL
         if stop < 9:
             assert content(target) == {"part0": "old"}
@@ -96,12 +97,15 @@ def test_a_full_disk_or_quota_keeps_the_old_content(tmp_path: Path, code: int) -
     write_file(tmp_path / "file", "old")
     with replacing_folder(tmp_path / "folder") as folder:
         (folder / "f").write_text("old")
+
+    def half(path: Path) -> None:
+        path.write_text("half")
+        raise OSError(code, os.strerror(code))
+
     with pytest.raises(StoreError, match=rf"errno {code}.*Free space"), replacing_file(tmp_path / "file") as temporary:
-        temporary.write_text("half")
-        raise OSError(code, os.strerror(code))
+        half(temporary)
     with pytest.raises(StoreError, match=rf"errno {code}"), replacing_folder(tmp_path / "folder") as folder:
-        (folder / "f").write_text("half")
-        raise OSError(code, os.strerror(code))
+        half(folder / "f")
     assert (tmp_path / "file").read_text() == "old" and content(tmp_path / "folder") == {"f": "old"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
 
@@ -127,7 +131,7 @@ def test_an_error_of_the_caller_passes_and_leaves_nothing(tmp_path: Path) -> Non
 def test_space_is_checked_first_with_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(space, "free_bytes", lambda folder: 8_000_000)
     space.need_space(tmp_path, 8_000_000)
-    with pytest.raises(StoreError, match="wanted 8000001 bytes.*8000000 bytes"):
+    with pytest.raises(StoreError, match=r"wanted 8000001 bytes.*8000000 bytes"):
         space.need_space(tmp_path, 8_000_001)
     with pytest.raises(StoreError, match="too small for out"), replacing_folder(tmp_path / "out", nbytes=10**9):
         raise AssertionError("must not start")
