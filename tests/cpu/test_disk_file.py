@@ -252,7 +252,9 @@ sys.stdin.readline()
 
 def start(folder: Path, then: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", CHILD, str(folder), then]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
 
 
 def test_killed_runs_do_not_pile_up_and_live_neighbours_stay(tmp_path: Path) -> None:
