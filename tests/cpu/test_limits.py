@@ -14,6 +14,9 @@ from headrace.hardware.limits import disk_free, file_system, host_memory, peak_r
 GIB = 1 << 30
 
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
 class Machine:
     def __init__(self, root: Path, total: int = 64 * GIB, available: int = 50 * GIB) -> None:
         self.proc, self.sys = root / "proc", root / "sys"
@@ -105,7 +108,7 @@ def test_the_peak_is_this_process_and_can_start_again(tmp_path: Path) -> None:
     ballast = bytearray(b"x") * (200 << 20)
     assert peak_rss() > 200 << 20
     code = "from headrace.hardware.limits import peak_rss; print(peak_rss())"
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT)
     assert int(child.stdout) < 150 << 20  # getrusage would count the parent that forked it
     del ballast
     if reset_peak_rss():
@@ -115,5 +118,5 @@ def test_the_peak_is_this_process_and_can_start_again(tmp_path: Path) -> None:
 
 def test_limits_do_not_import_torch() -> None:
     code = "import headrace.hardware.limits, sys; print('torch' in sys.modules, 'numpy' in sys.modules)"
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT)
     assert child.stdout.split() == ["False", "False"]
