@@ -13,8 +13,6 @@ from headrace.hardware.limits import device_memory
 from headrace.store import memory
 from headrace.store.memory import DeviceArena, HostArena
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
