@@ -1,0 +1,78 @@
+"""What the kernels accept: flat, contiguous tensors of equal size on one device, with the dtypes of their contract."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace.base.errors import OptionError
+
+FLOATS = (torch.bfloat16, torch.float32)
+SINGLE = (torch.float32,)
+
+
+def check_flat(kernel: str, first: str, tensors: dict[str, tuple[Tensor | None, tuple[torch.dtype, ...]]]) -> None:
+    """Raise OptionError unless all `tensors` (None is skipped) match the one called `first` and their dtypes."""
+    like = tensors[first][0]
+    assert like is not None
+    for name, (tensor, dtypes) in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.dtype not in dtypes:
+            _refuse(kernel, name, f"dtype {_short(tensor.dtype)}", " or ".join(_short(dtype) for dtype in dtypes))
+        if tensor.dim() != 1 or not tensor.is_contiguous():
+            _refuse(kernel, name, f"shape {tuple(tensor.shape)}, strides {tensor.stride()}", "a flat contiguous tensor")
+        if tensor.numel() != like.numel():
+            _refuse(kernel, name, f"{tensor.numel():,} elements", f"{like.numel():,} as in {first}")
+        if tensor.device != like.device:
+            _refuse(kernel, name, f"device {tensor.device}", f"{like.device} as {first}")
+
+
+def check_master(kernel: str, weight: Tensor, low: Tensor | None) -> tuple[torch.dtype, ...]:
+    """The dtype a weight must have: bf16 beside an int16 remainder, fp32 without one. Raises OptionError."""
+    expected = torch.float32 if low is None else torch.bfloat16
+    if weight.dtype != expected:
+        _refuse(kernel, "weight", f"dtype {_short(weight.dtype)} with low {'absent' if low is None else 'given'}",
+                "bfloat16 with low, or float32 without")  # fmt: skip
+    return (expected,)
+
+
+def check_rows(kernel: str, matrix: Tensor, index: Tensor, rows: Tensor) -> None:
+    """Raise OptionError unless rows (U, H) fp32 can be added to matrix (V, H) at index (U,) int64."""
+    if matrix.dim() != 2 or matrix.dtype not in FLOATS or not matrix.is_contiguous():
+        _refuse(kernel, "matrix", f"shape {tuple(matrix.shape)}, dtype {_short(matrix.dtype)}",
+                "a contiguous bfloat16 or float32 matrix")  # fmt: skip
+    if index.dim() != 1 or index.dtype != torch.int64 or not index.is_contiguous():
+        _refuse(kernel, "index", f"shape {tuple(index.shape)}, dtype {_short(index.dtype)}", "a flat int64 tensor")
+    wanted = (index.numel(), matrix.shape[1])
+    if tuple(rows.shape) != wanted or rows.dtype != torch.float32 or not rows.is_contiguous():
+        _refuse(kernel, "rows", f"shape {tuple(rows.shape)}, dtype {_short(rows.dtype)}",
+                f"contiguous float32 of shape {wanted}")  # fmt: skip
+    if not matrix.device == index.device == rows.device:
+        _refuse(kernel, "rows", f"devices {matrix.device}, {index.device}, {rows.device}", "one device for all")
+    # On a GPU torch's own assertion looks at the values; reading them here would wait for it.
+    if index.device.type == "cpu" and index.numel():
+        lowest, highest = int(index.min()), int(index.max())
+        if lowest < 0 or highest >= matrix.shape[0]:
+            _refuse(kernel, "index", f"values {lowest} to {highest}", f"0 to {matrix.shape[0] - 1}")
+
+
+def check_step(kernel: str, step: int) -> None:
+    """Raise OptionError unless `step` counts from 1."""
+    if step < 1:
+        _refuse(kernel, "step", str(step), "1 or more: it counts the update being made")
+
+
+def check_momentum(kernel: str, momentum: float, buffer: Tensor | None) -> None:
+    """Raise OptionError unless there is a buffer exactly when there is momentum."""
+    if (buffer is None) != (momentum == 0):
+        given = f"momentum {momentum} and {'no buffer' if buffer is None else 'a buffer'}"
+        _refuse(kernel, "momentum_buffer", given, "a buffer exactly when momentum is not 0")
+
+
+def _refuse(kernel: str, name: str, given: str, wanted: str) -> None:
+    raise OptionError(f"{kernel} cannot take this `{name}`", f"Given: {given}; wanted: {wanted}", "Fix the caller")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

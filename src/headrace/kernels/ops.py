@@ -1,0 +1,209 @@
+"""The interface to all kernels: schema and contract. Every other room calls these functions and no backend.
+
+Tensors are flat, contiguous and of one device unless said otherwise; empty ones are fine; they must not overlap. The
+device chooses the backend: numba on the CPU, triton on CUDA, plain torch elsewhere, wherever the fast backend cannot
+run (see `fallback_reason`), and everywhere under HEADRACE_KERNELS=reference.
+
+Results are the same bits for any number of threads. What is computed per element is the same in every backend; sums
+of squares are in double precision and may differ between backends in their last digits. Kernels on CUDA run on the
+current stream and never wait for the GPU. On the CPU one kernel runs at a time in the whole process, a second caller
+waits. Autograd sees nothing: values change in place, without a version count.
+
+Split master: an fp32 master weight in two tensors of 16 bits, hi (bf16, the weight that is used) and low (int16), with
+bits(master) = (bits(hi) << 16) + low. hi is the master rounded to nearest, ties away from zero (masters beyond the
+largest bf16 round to infinity, and still join exactly). Every value but NaN is kept bit by bit; a NaN stays a NaN in
+both forms and loses its payload.
+
+Raises OptionError (a ValueError) when sizes, dtypes, layouts or devices do not fit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.backends import backend_name, call, fallback_reason
+from headrace.kernels.checks import FLOATS, SINGLE, check_flat, check_master, check_momentum, check_rows, check_step
+from headrace.kernels.scalars import adam_scalars, sgd_scalars
+from headrace.kernels.threads import available_threads, set_threads
+
+__all__ = [
+    "accumulate_",
+    "accumulate_squares_",
+    "adamw_",
+    "add_rows_",
+    "available_threads",
+    "backend_name",
+    "fallback_reason",
+    "join_master_",
+    "round_squares_",
+    "set_threads",
+    "sgd_",
+    "split_master_",
+    "sum_squares",
+    "warm_up",
+]
+
+
+def adamw_(
+    weight: Tensor,  # (n,) bf16 with low, fp32 without; updated
+    low: Tensor | None,  # (n,) int16 remainder of the master, updated
+    exp_avg: Tensor,  # (n,) fp32 or bf16, updated
+    exp_avg_sq: Tensor,  # (n,) fp32 or bf16, updated
+    grad: Tensor,  # (n,) bf16 or fp32
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,  # 1-based count of updates of this tensor, this one included
+    grad_scale: float = 1.0,  # multiplies the gradient first, in fp32
+    decoupled: bool = True,  # True: AdamW; False: Adam, weight decay joins the gradient
+    maximize: bool = False,
+) -> None:
+    """One AdamW update in place, as torch.optim.AdamW (https://arxiv.org/abs/1711.05101) or torch.optim.Adam.
+
+    g = grad * grad_scale; master *= 1 - lr * weight_decay; m = lerp(m, g, 1 - beta1);
+    v = beta2 * v + (1 - beta2) * g * g; master -= lr / c1 * m / (sqrt(v) / sqrt(c2) + eps), c = 1 - beta ** step.
+    All in fp32, rounded after each operation; scalars are worked out in double and rounded to fp32. bf16 moments are
+    rounded to nearest even when stored; the update uses them unrounded. (A bf16 v stops falling when
+    1 - beta2 < 2**-9: it then stays at the largest recent value, and steps are smaller than with an fp32 one.)
+    Moves 26 bytes per element with low, a bf16 gradient and fp32 moments (read 14, write 12); 18 with bf16 moments.
+    """
+    check_step("adamw_", step)
+    check_flat(
+        "adamw_",
+        "weight",
+        {
+            "weight": (weight, check_master("adamw_", weight, low)),
+            "low": (low, (torch.int16,)),
+            "exp_avg": (exp_avg, FLOATS),
+            "exp_avg_sq": (exp_avg_sq, FLOATS),
+            "grad": (grad, FLOATS),
+        },
+    )
+    scalars = adam_scalars(lr, beta1, beta2, eps, weight_decay, step, grad_scale, decoupled, maximize)
+    call("adamw_", weight.device, weight, low, exp_avg, exp_avg_sq, grad, scalars)
+
+
+def sgd_(
+    weight: Tensor,  # (n,) bf16 with low, fp32 without; updated
+    low: Tensor | None,  # (n,) int16 remainder of the master, updated
+    momentum_buffer: Tensor | None,  # (n,) fp32 or bf16, updated; None exactly when momentum is 0
+    grad: Tensor,  # (n,) bf16 or fp32
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    first: bool,  # the first update of this tensor: the buffer's content is ignored
+    grad_scale: float = 1.0,  # multiplies the gradient first, in fp32
+    maximize: bool = False,
+) -> None:
+    """One update in place, as torch.optim.SGD.
+
+    g = grad * grad_scale + weight_decay * master; b = g if first else momentum * b + (1 - dampening) * g;
+    master -= lr * (g + momentum * b if nesterov else b). All in fp32; a bf16 buffer is rounded to nearest even when
+    stored, the update uses it unrounded. Moves 18 bytes per element with low, a bf16 gradient and an fp32 buffer.
+    """
+    check_momentum("sgd_", momentum, momentum_buffer)
+    check_flat(
+        "sgd_",
+        "weight",
+        {
+            "weight": (weight, check_master("sgd_", weight, low)),
+            "low": (low, (torch.int16,)),
+            "momentum_buffer": (momentum_buffer, FLOATS),
+            "grad": (grad, FLOATS),
+        },
+    )
+    scalars = sgd_scalars(lr, momentum, dampening, weight_decay, nesterov, first, grad_scale, maximize)
+    call("sgd_", weight.device, weight, low, momentum_buffer, grad, scalars)
+
+
+def accumulate_(total: Tensor, term: Tensor, *, overwrite: bool) -> None:
+    """total (fp32) += term (bf16 or fp32), or total = term when `overwrite`. Moves 10 bytes per bf16 element."""
+    check_flat("accumulate_", "total", {"total": (total, SINGLE), "term": (term, FLOATS)})
+    call("accumulate_", total.device, total, term, overwrite)
+
+
+def accumulate_squares_(total: Tensor, term: Tensor, *, overwrite: bool) -> Tensor:
+    """As `accumulate_`; returns the sum of squares of the resulting total, 0-dim float64 on its device."""
+    check_flat("accumulate_squares_", "total", {"total": (total, SINGLE), "term": (term, FLOATS)})
+    squares: Tensor = call("accumulate_squares_", total.device, total, term, overwrite)
+    return squares
+
+
+def sum_squares(x: Tensor) -> Tensor:
+    """Sum of squares of x (bf16 or fp32), 0-dim float64 on its device.
+
+    Squared and added in double precision, where no finite fp32 overflows: the result is finite exactly when x is.
+    """
+    check_flat("sum_squares", "x", {"x": (x, FLOATS)})
+    squares: Tensor = call("sum_squares", x.device, x)
+    return squares
+
+
+def round_squares_(out: Tensor, total: Tensor) -> Tensor:
+    """out (bf16 or fp32) = total (fp32), rounded to nearest even; returns the sum of squares of out.
+
+    The sum (0-dim float64 on the device) is that of the rounded values, which are the gradient that is applied.
+    """
+    check_flat("round_squares_", "out", {"out": (out, FLOATS), "total": (total, SINGLE)})
+    squares: Tensor = call("round_squares_", out.device, out, total)
+    return squares
+
+
+def split_master_(hi: Tensor, low: Tensor, master: Tensor) -> None:
+    """hi (bf16) and low (int16) = the fp32 master, split as the module docstring says."""
+    check_flat("split_master_", "hi", _split_form(hi, low, master))
+    call("split_master_", hi.device, hi, low, master)
+
+
+def join_master_(master: Tensor, hi: Tensor, low: Tensor) -> None:
+    """master (fp32) = the weight that hi (bf16) and low (int16) hold."""
+    check_flat("join_master_", "hi", _split_form(hi, low, master))
+    call("join_master_", hi.device, master, hi, low)
+
+
+def add_rows_(
+    matrix: Tensor,  # (V, H) bf16 or fp32, contiguous, updated
+    index: Tensor,  # (U,) int64, each row at most once (not checked)
+    rows: Tensor,  # (U, H) fp32, contiguous
+) -> None:
+    """matrix[index] += rows, in fp32, rounded once to nearest even."""
+    check_rows("add_rows_", matrix, index, rows)
+    call("add_rows_", matrix.device, matrix, index, rows)
+
+
+def warm_up(
+    device: torch.device | str = "cpu",
+    *,
+    split: bool = True,  # masters in two halves, or fp32 weights
+    grad: torch.dtype = torch.bfloat16,
+    moments: torch.dtype = torch.float32,
+) -> str:
+    """Compile the kernels that AdamW training of these dtypes uses, so that no step waits; returns the backend's name.
+
+    Takes tens of seconds on the CPU the first time on a machine, then well under one: Numba caches on disk.
+    """
+    total, term = torch.zeros(1, device=device), torch.zeros(1, dtype=grad, device=device)
+    for overwrite in (True, False):
+        accumulate_(total, term, overwrite=overwrite)
+        accumulate_squares_(total, term, overwrite=overwrite)
+    round_squares_(term, total)
+    sum_squares(term)
+    weight = torch.zeros(1, dtype=torch.bfloat16 if split else torch.float32, device=device)
+    low = torch.zeros(1, dtype=torch.int16, device=device) if split else None
+    if low is not None:
+        split_master_(weight, low, total)
+        join_master_(total, weight, low)
+    mean, square = (torch.zeros(1, dtype=moments, device=device) for _ in range(2))
+    adamw_(weight, low, mean, square, term, lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=1)
+    return backend_name(device)
+
+
+def _split_form(hi: Tensor, low: Tensor, master: Tensor) -> dict[str, tuple[Tensor | None, tuple[torch.dtype, ...]]]:
+    return {"hi": (hi, (torch.bfloat16,)), "low": (low, (torch.int16,)), "master": (master, SINGLE)}

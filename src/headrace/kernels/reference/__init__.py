@@ -1,0 +1,18 @@
+"""Every kernel in plain torch, on any device: the oracle that numba and triton are compared with."""
+
+from __future__ import annotations
+
+from headrace.kernels.reference.gradients import accumulate_, accumulate_squares_, round_squares_, sum_squares
+from headrace.kernels.reference.updates import adamw_, add_rows_, join_master_, sgd_, split_master_
+
+__all__ = [
+    "accumulate_",
+    "accumulate_squares_",
+    "adamw_",
+    "add_rows_",
+    "join_master_",
+    "round_squares_",
+    "sgd_",
+    "split_master_",
+    "sum_squares",
+]

@@ -1,0 +1,58 @@
+"""Gradient accumulation and sums of squares in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+PIECE = 1 << 22  # elements worked on at once, so that temporaries stay at tens of MiB however large the tensor is
+_ROW = 1024  # elements that one thread adds up; fixed, so that the bits do not depend on the number of threads
+
+
+def pieces(size: int) -> Iterator[slice]:
+    """Slices of at most PIECE elements that cover `size` elements in order."""
+    for start in range(0, size, PIECE):
+        yield slice(start, min(start + PIECE, size))
+
+
+@torch.no_grad()
+def accumulate_(total: Tensor, term: Tensor, overwrite: bool) -> None:
+    """See `headrace.kernels.ops.accumulate_`."""
+    if overwrite:
+        total.copy_(term)
+    else:
+        total.add_(term)
+
+
+def accumulate_squares_(total: Tensor, term: Tensor, overwrite: bool) -> Tensor:
+    """See `headrace.kernels.ops.accumulate_squares_`."""
+    accumulate_(total, term, overwrite)
+    return sum_squares(total)
+
+
+@torch.no_grad()
+def sum_squares(x: Tensor) -> Tensor:
+    """See `headrace.kernels.ops.sum_squares`."""
+    sums = [_tree_sum(x[piece].double().square()) for piece in pieces(x.numel())]
+    return _tree_sum(torch.stack(sums)) if sums else torch.zeros((), dtype=torch.float64, device=x.device)
+
+
+@torch.no_grad()
+def round_squares_(out: Tensor, total: Tensor) -> Tensor:
+    """See `headrace.kernels.ops.round_squares_`."""
+    out.copy_(total)
+    return sum_squares(out)
+
+
+def _tree_sum(x: Tensor) -> Tensor:
+    """Sum of a flat tensor as a tree of rows.
+
+    torch splits one long sum among its threads, and the bits follow their number; the rows of a matrix it does not.
+    """
+    while x.numel() > _ROW:
+        whole = x.numel() // _ROW * _ROW
+        sums = x[:whole].view(-1, _ROW).sum(dim=1)
+        x = torch.cat([sums, x[whole:].sum().reshape(1)]) if whole < x.numel() else sums
+    return x.sum()

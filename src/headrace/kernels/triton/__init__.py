@@ -1,0 +1,20 @@
+"""The kernels on CUDA, compiled by Triton when first called."""
+
+from __future__ import annotations
+
+from headrace.kernels.reference import add_rows_
+from headrace.kernels.triton.gradients import accumulate_, accumulate_squares_, round_squares_, sum_squares
+from headrace.kernels.triton.updates import adamw_, join_master_, sgd_, split_master_
+
+# add_rows_ is three torch kernels on a few rows: nothing to gain here.
+__all__ = [
+    "accumulate_",
+    "accumulate_squares_",
+    "adamw_",
+    "add_rows_",
+    "join_master_",
+    "round_squares_",
+    "sgd_",
+    "split_master_",
+    "sum_squares",
+]
