@@ -25,7 +25,8 @@ LEARNING_RATE = 1e-4
 TRAIN_FILES = """argparse ast bisect calendar configparser contextlib copy csv dataclasses datetime difflib doctest enum
     fractions functools heapq imaplib inspect ipaddress locale mailbox nntplib ntpath os pathlib pdb pickle platform
     posixpath pprint profile queue random shutil smtplib socket socketserver statistics string subprocess tarfile
-    tempfile textwrap threading timeit tokenize trace traceback turtle types typing uuid warnings wave weakref zipfile""".split()
+    tempfile textwrap threading timeit tokenize trace traceback turtle types typing uuid warnings wave weakref
+    zipfile""".split()
 HELD_OUT_FILES = """asyncio/events asyncio/streams asyncio/tasks cmd ftplib gettext fileinput http/client
     logging/handlers optparse sched shelve xmlrpc/client""".split()
 
