@@ -41,7 +41,7 @@ def save_pretrained(
     if getattr(model, "config", None) is None or not hasattr(model, "all_tied_weights_keys"):
         raise ModelError(f"{type(model).__name__} is no transformers model", "", "Save its state_dict() instead")
     if getattr(model, "_hf_peft_config_loaded", False):
-        raise ModelError("the model carries adapters", "", "Save it through peft, or merge the adapters first")
+        raise ModelError("The model carries adapters", "", "Save it through peft, or merge the adapters first")
     stored, tied = _stored(model)
     small_files = _config_files(model, tied)
     groups = _plan_groups(model, stored)
@@ -140,7 +140,7 @@ def _plan_groups(model: nn.Module, stored: Mapping[str, Tensor]) -> list[_Group]
     if found != sorted(whole):
         odd = sorted(set(found) ^ set(whole)) or [name for name in found if found.count(name) > 1]
         raise ModelError(
-            f"the weights of {type(model).__name__} cannot be saved group by group",
+            f"The weights of {type(model).__name__} cannot be saved group by group",
             f"{len(odd)} names differ from those of a whole save, the first is {odd[0]}",
             "Unwrap the model and save it with transformers",
         )

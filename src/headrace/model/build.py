@@ -1,7 +1,7 @@
 """Builds a transformers model without its weights: every parameter is parked at the source that it will be read from.
 
 Construction runs with parameters on meta and buffers for real, so tables that no checkpoint holds (rotary frequencies,
-embedding scales) are computed by the model itself, in its own precision. Nothing of the size of a weight is allocated.
+embedding scales) are computed by the model itself, in its own precision. No memory of a weight's size is kept.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def find_folder(folder_or_id: str | os.PathLike[str], config_only: bool, code: b
     if place.is_file():
         raise ModelError(f"{text} is a file", "", "Give the folder that holds config.json and the safetensors files")
     if place.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1:
-        raise ModelError(f"there is no folder {text}", "", "Check the path")
+        raise ModelError(f"There is no folder {text}", "", "Check the path")
     import huggingface_hub
 
     patterns = ["*.json"] if config_only else list(_DOWNLOAD)
@@ -84,7 +84,7 @@ def find_folder(folder_or_id: str | os.PathLike[str], config_only: bool, code: b
     except Exception as error:  # every way a hub, a network or a cache can fail
         raise ModelError(
             f"{text} is no folder here and cannot be fetched from the hub",
-            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            _first_line(error),
             "Check the name and the network, or download the model and give its folder",
         ) from error
 
@@ -100,7 +100,8 @@ def read_config(place: Path, trust_remote_code: bool, overrides: Mapping[str, An
     try:
         plain = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"the configuration in {place} cannot be read", str(error).splitlines()[0]) from error
+        advice = "If you trust that code, pass trust_remote_code=True" if "custom code" in str(error) else ""
+        raise ModelError(f"The configuration in {place} cannot be read", _first_line(error), advice) from error
     _check_overrides(plain, attributes, implementations)
     try:
         config = AutoConfig.from_pretrained(
@@ -108,7 +109,7 @@ def read_config(place: Path, trust_remote_code: bool, overrides: Mapping[str, An
         )
     except Exception as error:  # configurations validate with exceptions of several libraries
         raise OptionError(
-            f"the configuration {type(plain).__name__} refuses {', '.join(sorted(attributes))}", str(error)
+            f"The configuration {type(plain).__name__} refuses {', '.join(sorted(attributes))}", str(error)
         ) from error
     for part in (config, config.get_text_config()):
         quantisation = getattr(part, "quantization_config", None)
@@ -120,6 +121,10 @@ def read_config(place: Path, trust_remote_code: bool, overrides: Mapping[str, An
                 "Give a checkpoint in bfloat16, float16 or float32",
             )
     return config, implementations
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _check_overrides(config: Any, attributes: Mapping[str, Any], implementations: Mapping[str, Any]) -> None:
@@ -202,7 +207,7 @@ def _attach_source(model: Any, reader: TensorReader | None, events: EventLog) ->
     shapes = {} if reader is None else {name: tuple(entry.shape) for name, entry in reader.entries.items()}
     plan = ConversionPlan(missing=names) if reader is None else plan_conversion(model, shapes)
     if reader is not None:
-        _check_leftovers(model, plan, len(shapes), events)
+        _check_files(model, plan, reader, events)
         _untie_different(model, plan, reader, events)
     model.tie_weights(missing_keys=set(plan.missing), recompute_mapping=False)
 
@@ -230,21 +235,31 @@ def _attach_source(model: Any, reader: TensorReader | None, events: EventLog) ->
     model._headrace_source = source
 
 
-def _check_leftovers(model: Any, plan: ConversionPlan, tensors: int, events: EventLog) -> None:
+def _check_files(model: Any, plan: ConversionPlan, reader: TensorReader, events: EventLog) -> None:
     """Refuse files that do not belong to the model or are quantised; report what is not used."""
     scales = [key for key in plan.unexpected if _SCALES.search(key)]
     if scales:
         raise FormatError(
-            "the checkpoint holds scales of a quantised format, which this model has no place for",
+            "The checkpoint holds scales of a quantised format, which this model has no place for",
             f"{len(scales)} tensors, the first is {scales[0]}",
             "Give a checkpoint in bfloat16, float16 or float32",
         )
     if not plan.recipes:
         raise FormatError(
-            f"no tensor of the checkpoint belongs to {type(model).__name__}",
-            f"{tensors} tensors, the first is {plan.unexpected[0] if plan.unexpected else 'none'}",
+            f"No tensor of the checkpoint belongs to {type(model).__name__}",
+            f"{len(reader)} tensors, the first is {plan.unexpected[0] if plan.unexpected else 'none'}",
             "Check that config.json and the safetensors files belong together",
         )
+    expected = model.state_dict()
+    for name, recipe in plan.recipes.items():
+        for key in recipe.keys:
+            stored = reader.entries[key].dtype
+            if stored.is_floating_point != expected[name].is_floating_point():
+                raise FormatError(
+                    f"{key} is stored in a format that the model does not train in",
+                    f"{stored} for {name}, which is {expected[name].dtype}",
+                    "Give a checkpoint in bfloat16, float16 or float32",
+                )
     # Patterns of the model's own, and tables that older checkpoints stored and models now compute.
     ignored = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq"]
     ignored.append(r"(^|\.)position_ids$")

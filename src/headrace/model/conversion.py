@@ -74,7 +74,7 @@ def transformers_conversion() -> SimpleNamespace:
         import transformers
 
         raise ModelError(
-            "this version of transformers does not offer its weight conversion the way Headrace uses it",
+            "This version of transformers does not offer its weight conversion the way Headrace uses it",
             f"transformers {transformers.__version__}: {error}",
             "Install transformers 5.17 to 5.24",
         ) from error
@@ -137,7 +137,7 @@ def _outputs(
     if first_pattern is None:
         if len(sources) > 1:
             rivals = ", ".join(key for key, _ in sources)
-            raise FormatError(f"several checkpoint tensors claim {target}", rivals, "Remove all but one from the files")
+            raise FormatError(f"Several checkpoint tensors claim {target}", rivals, "Remove all but one from the files")
         only = sources[0][0]
         return [(target, Recipe(target, (only,), (only,)), shapes[only])]
     keys = tuple(key for key, _ in sources)
@@ -147,7 +147,7 @@ def _outputs(
         results = convert(model, recipe, lambda key: torch.empty(shapes[key], device="meta"))
     except Exception as error:
         raise FormatError(
-            f"the checkpoint tensors of {target} cannot be converted",
+            f"The checkpoint tensors of {target} cannot be converted",
             f"{len(keys)} tensors from {keys[0]} to {keys[-1]}: {error}",
             "Tensors may be missing from the files, or belong to another version of the model",
         ) from error
@@ -157,7 +157,7 @@ def _outputs(
 def _check_shape(name: str, recipe: Recipe, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
     if found != wanted:
         raise FormatError(
-            f"the checkpoint does not fit the model at {name}",
+            f"The checkpoint does not fit the model at {name}",
             f"{recipe.keys[0]} gives {list(found)}, the model has {list(wanted)}",
             "Load with the configuration that the files were saved with",
         )

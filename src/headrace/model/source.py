@@ -50,7 +50,7 @@ class SourceHome:
 
     def write(self, parameter: nn.Parameter, value: Tensor) -> NoReturn:
         raise ModelError(
-            f"the weight {self.name} cannot be changed yet",
+            f"The weight {self.name} cannot be changed yet",
             "it still lies in the checkpoint files that the model was loaded from",
             "Call headrace.wrap(model) before changing weights",
         )
@@ -80,7 +80,7 @@ class FolderSource:
         recipe = self._plan.recipes.get(name)
         if recipe is None:
             if self._initial is None:
-                raise ModelError(f"the checkpoint has no tensor for {name}", f"{len(self._plan.recipes)} are known")
+                raise ModelError(f"The checkpoint has no tensor for {name}", f"{len(self._plan.recipes)} are known")
             self._initial.read_into(name, out)
             return
         with torch.no_grad():
@@ -147,7 +147,7 @@ class RandomSource:
         """See `WeightSource`. Raises ModelError when the model does not say how to initialise `name`."""
         name = self._aliases.get(name, name)
         if name not in self._dtypes:
-            raise ModelError(f"the model has no tensor called {name}", f"{len(self._dtypes)} are known")
+            raise ModelError(f"The model has no tensor called {name}", f"{len(self._dtypes)} are known")
         # Strides would change the order in which random numbers are used, and rounding belongs to the model's dtype.
         in_place = out.dtype == self._dtypes[name] and out.device.type == "cpu" and out.is_contiguous()
         value = out if in_place else torch.empty(out.shape, dtype=self._dtypes[name])
@@ -202,7 +202,7 @@ class RandomSource:
             owner._parameters.update(kept)
         if _marked(out):
             raise ModelError(
-                f"the model does not say how {path}.{leaf} starts",
+                f"The model does not say how {path}.{leaf} starts",
                 "its _init_weights leaves it untouched",
                 "Load the model with weights, or add the tensor to its _init_weights",
             )
