@@ -1,0 +1,123 @@
+"""README.md runs: every command and every piece of Python in it, on a tiny model in a folder of its own.
+
+The README speaks of a folder `my-model`, a file `rows.jsonl`, a file `run.yaml` and a `loader`; they are made here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(bash|python)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+COMMANDS = [line.partition("#")[0].strip() for kind, block in BLOCKS for line in block.splitlines() if kind == "bash"]
+TEXT = "The mill stands by the river. The headrace brings the water, the wheel turns, and the stones grind the corn."
+
+
+def save_model(folder: Path) -> None:
+    """A tiny random Llama model with a tokenizer trained on TEXT."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<end>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([TEXT], trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=tokenizer.get_vocab_size(), hidden_size=64, intermediate_size=172, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, eos_token_id=0, bos_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the README's reader has: a model, rows, a configuration."""
+    folder = tmp_path_factory.mktemp("readme")
+    save_model(folder / "my-model")
+    rows = [{"text": TEXT}, {"prompt": "Who turns the wheel?", "completion": " The water."}] * 4
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "run.yaml").write_text(
+        "model: my-model\ndata: [rows.jsonl]\noutput: from-file\nsteps: 2\nsequence_length: 64\n"
+        "device: cpu\ndevice_memory: 256MiB\n"
+    )
+    return folder
+
+
+def run_command(command: str, folder: Path) -> str:
+    """Run one line of a shell; `headrace` is the installed program, or else the module."""
+    words = shlex.split(command)
+    if words[0] == "headrace":
+        words = [sys.executable, "-m", "headrace.cli.main", *words[1:]]
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def test_quick_start_in_python_trains(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Python blocks run in order; the folder that they save holds a model that learned the batches."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    monkeypatch.chdir(folder)
+    ids = AutoTokenizer.from_pretrained("my-model")(TEXT, return_tensors="pt")["input_ids"][:, :24]
+    names: dict[str, Any] = {"loader": [{"input_ids": ids, "labels": ids}] * 3}
+    for kind, block in BLOCKS:
+        if kind == "python":
+            exec(compile(block, "README.md", "exec"), names)
+    names["headrace"].unwrap(names["model"])
+    with torch.no_grad():
+        before, after = (
+            AutoModelForCausalLM.from_pretrained(name)(input_ids=ids, labels=ids).loss.item()
+            for name in ("my-model", "trained")
+        )
+    assert after < before
+
+
+def test_commands_run(folder: Path) -> None:
+    """Each `headrace` line of the README, in order: it trains, samples, resumes and shows help."""
+    ours = [command for command in COMMANDS if command.startswith("headrace ")]
+    assert {command.split()[1] for command in ours} == {"train", "sample"}
+    printed = {command: run_command(command, folder) for command in ours}
+    assert (folder / "trained" / "model.safetensors").exists() or list((folder / "trained").glob("*.safetensors"))
+    assert (folder / "from-file" / "config.json").exists()
+    assert "--device-memory" in printed["headrace train --help"]
+
+
+def test_pip_install_brings_the_whole_package(folder: Path) -> None:
+    """`pip install .` installs every module, the type marker and the command `headrace`."""
+    assert "pip install ." in COMMANDS
+    clone, target = folder / "clone", folder / "site"  # a copy: a build leaves folders beside the sources
+    clone.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clone)
+    shutil.copytree(ROOT / "src" / "headrace", clone / "src" / "headrace", ignore=shutil.ignore_patterns("__pycache__"))
+    options = f"--quiet --no-deps --no-build-isolation --disable-pip-version-check --no-compile --target {target}"
+    run_command(f"{sys.executable} -m pip install {options} .", clone)
+    sources = {path.relative_to(ROOT / "src") for path in (ROOT / "src" / "headrace").rglob("*.py")}
+    assert {path.relative_to(target) for path in (target / "headrace").rglob("*.py")} == sources
+    assert (target / "headrace" / "py.typed").exists()
+    assert (target / "bin" / "headrace").exists()
+
+
+def test_every_other_command_is_one_of_the_scripts() -> None:
+    """What is neither `headrace` nor `pip install .` is a script; those run in .ci/run and on their own."""
+    others = {command for command in COMMANDS if command and not command.startswith(("headrace ", "pip install ."))}
+    assert others == {"scripts/demo", "scripts/test"}
