@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from typing import Any
 
@@ -92,13 +91,14 @@ class Loop:
         )  # fmt: skip
 
     def _loss(self, batch: dict[str, Tensor], labels: int) -> Tensor:
-        """A micro-batch's share of the step's loss: the sum over its labels divided by the labels of all."""
+        """A micro-batch's share of the step's loss: its mean, weighted by its part of all `labels`.
+
+        The shares add up to the mean over the labels of all micro-batches, whatever their sizes, also for models
+        that ignore a label count, and a router loss counts once in the step and not once per micro-batch.
+        """
         own = int((batch["labels"][:, 1:] != IGNORED).sum())
-        batch = {name: tensor.to(self._parts.session.device) for name, tensor in batch.items()}
-        if takes_label_count(self._parts.model):
-            loss: Tensor = self._parts.model(**batch, num_items_in_batch=labels).loss
-            return loss
-        mean: Tensor = self._parts.model(**batch).loss
+        device = self._parts.session.device
+        mean: Tensor = self._parts.model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
         return mean * (own / labels)
 
     def _evaluate_and_tell(self, display: Display, log: StepLog) -> None:
@@ -147,9 +147,3 @@ class Loop:
             return
         self._saved = self.step
         display.say(f"saved {path}")
-
-
-def takes_label_count(model: Any) -> bool:
-    """Whether the model divides its loss by a given label count instead of its own."""
-    parameters = inspect.signature(type(model).forward).parameters.values()
-    return any(each.kind is each.VAR_KEYWORD or each.name == "num_items_in_batch" for each in parameters)

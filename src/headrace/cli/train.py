@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,16 +30,17 @@ def train(file: Path | None, flags: Mapping[str, Any], settings: Sequence[str]) 
     _print_config(config, given, console)
     with Stop(console) as stop:
         try:
-            with _claimed(Path(config.output), config.resume):
-                _run(config, console, stop)
+            with _claimed(Path(config.output), config.resume), _events_shown(console):
+                complete = _run(config, console, stop)
         except Stopped as stopped:
             console.print("stopped before the first step: nothing to save", markup=False)
             raise typer.Exit(128 + stopped.number) from None
-    if stop.number is not None:
-        raise typer.Exit(128 + stop.number)
+    if not complete:
+        raise typer.Exit(128 + (stop.number or 0))
 
 
-def _run(config: RunConfig, console: Console, stop: Stop) -> None:
+def _run(config: RunConfig, console: Console, stop: Stop) -> bool:
+    """True when the run is complete, False when a signal stopped it."""
     # Torch and transformers are first needed here: mistakes in the configuration are told without them.
     from headrace.cli.assemble import assemble
     from headrace.cli.checkpoints import Checkpoints
@@ -51,10 +53,11 @@ def _run(config: RunConfig, console: Console, stop: Stop) -> None:
     output = Path(config.output)
     checkpoints = Checkpoints(output / "checkpoints", config.keep, say)
     checkpoints.sweep()
-    parts = assemble(config, say)
+    with console.status("reading data") as status:
+        parts = assemble(
+            config, say, lambda counts: status.update(f"reading data: {counts.documents + counts.pairs} rows")
+        )
     with parts.session:
-        for event in parts.session.events:
-            say(str(event))
         loop = Loop(config, parts, checkpoints, stop)
         if config.resume and not loop.resume():
             say("nothing saved yet: starting fresh")
@@ -73,6 +76,7 @@ def _run(config: RunConfig, console: Console, stop: Stop) -> None:
             say(f"stopped after step {loop.step} of {parts.steps}; go on with: "
                 f"headrace train --config {output / 'run.yaml'} --resume")  # fmt: skip
         _tell_memory(parts.session.memory_report(), say)
+    return complete
 
 
 def _print_config(config: RunConfig, given: Given, console: Console) -> None:
@@ -91,6 +95,25 @@ def _scalar(value: Any) -> str:
 def _as_yaml(config: RunConfig) -> str:
     body: str = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     return f"# Effective configuration of this run, headrace {__version__}\n{body}"
+
+
+@contextmanager
+def _events_shown(console: Console) -> Iterator[None]:
+    """Print every decision that the library reports (placement, fallbacks, threads) as it is taken."""
+
+    class ToConsole(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            console.print(record.getMessage(), markup=False, soft_wrap=True)
+
+    logger, handler = logging.getLogger("headrace"), ToConsole(logging.INFO)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
 
 
 @contextmanager

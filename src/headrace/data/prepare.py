@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from headrace.base.errors import DataError
 from headrace.data.encode import Encoded, Encoder
 from headrace.data.rows import Broken, Pair, Text, read_rows
@@ -96,7 +98,7 @@ def prepare(
         )
     table = rows.writer.close()
     counts.tokens = table.tokens
-    counts.labels = table.labels(range(len(table)))
+    counts.labels = table.labels(np.arange(len(table)))
     if not len(table):
         raise DataError("no row is left to train on", str(counts), "Give data with at least two tokens a row")
     return table, counts
