@@ -81,7 +81,7 @@ def sample(
 
 @contextmanager
 def _told(debug: bool) -> Iterator[None]:
-    """Errors that say what to do are printed as that text; all others are ours, and keep their traceback."""
+    """Print errors that say what to do, and the system's, as one text; others are ours and keep their traceback."""
     try:
         yield
     except HeadraceError as error:
@@ -91,6 +91,13 @@ def _told(debug: bool) -> Iterator[None]:
         from headrace.cli.config_file import ConfigError
 
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
