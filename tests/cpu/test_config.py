@@ -36,7 +36,7 @@ def test_every_mistake_is_reported_at_once_with_line_value_and_nearest_name(good
         "model: model", "data: [a.txt, nowhere.txt]", "output: 2024", "stepz: 10", "lr: fast", "betas: [0.9, 1.5]",
         "schedule: cosin", "placement:", "  weights: dsk", "  stat: host", "batch: 0", "accumulation: 2.5",
         "dtype: fp16", "device_memory: 8 bananas", "steps: 5", "steps: 6", "resume: maybe", "threads: true",
-        "seed: -1", "validation: 1.5", "eps: .nan", "keep: [1]", "device: gpu", "max_grad_norm: 0", "window: 1",
+        "seed: -1", "validation: 1.5", "eps: .nan", "keep: [1]", "device: gpu", "max_grad_norm: 0", "window: 0",
     ]  # fmt: skip
     good.write_text("\n".join(lines))
     found = mistakes(good, {"epochs": "x"}, ("max-grad-norm=1", "lr", "moments=int3"))
@@ -53,7 +53,7 @@ def test_every_mistake_is_reported_at_once_with_line_value_and_nearest_name(good
         (19, "seed = -1 is too small: at least 0"), (20, "validation = 1.5 is no fraction"),
         (21, "eps = nan is not a finite number"), (22, "keep = [1] is not a whole number"),
         (23, "device = 'gpu' is no device"), (24, "max_grad_norm = 0 is too small: more than 0"),
-        (25, "window = 1 is too small: at least 2"),
+        (25, "window = 0 is too small: at least 1"),
     ]  # fmt: skip
     for line, text in expected:
         assert any(problem.startswith(f"{good}:{line}: ") and text in problem for problem in found), (line, text, found)
@@ -94,6 +94,10 @@ def test_combinations_that_are_refused(good: Path, extra: str, text: str) -> Non
     (problem,) = mistakes(good)
     assert text in problem
     assert problem.startswith(f"{good}:")
+
+
+def test_output_over_the_model_is_refused(good: Path) -> None:
+    assert "output is the model's own folder" in mistakes(good, {"output": "./model/"})[0]
 
 
 def test_from_scratch_needs_a_tokenizer(good: Path) -> None:

@@ -23,11 +23,15 @@ from headrace.data.prepare import Counts, Shape, prepare
 from headrace.data.sampler import Sampler
 from headrace.data.table import TokenTable
 
+DEFAULT_LENGTH = 1024
+"""Tokens of the longest row where none are given and the model has as many positions."""
+
 
 @dataclass
 class Parts:
-    """What the training loop works with. `steps`: optimizer steps of the whole run."""
+    """What the training loop works with. `config` is complete; `steps`: optimizer steps of the whole run."""
 
+    config: RunConfig
     model: Any
     tokenizer: Any
     session: Any
@@ -51,7 +55,7 @@ def assemble(config: RunConfig, say: Callable[[str], None], counting: Callable[[
     tokenizer = _load_tokenizer(config)
     place = config.model or config.config_model or ""  # the configuration's rules see to it that there is one
     model = headrace.load_model(place, dtype=getattr(torch, config.dtype), random_weights=config.model is None)
-    _check_length(config, model)
+    config = _with_length(config, model, say)
     encoder = Encoder(tokenizer, model.get_input_embeddings().weight.shape[0])
     train, validation = _read_data(config, encoder, say, counting)
     sampler = Sampler(len(train), config.batch * config.accumulation, config.seed)
@@ -62,8 +66,8 @@ def assemble(config: RunConfig, say: Callable[[str], None], counting: Callable[[
     factor = partial(rate_factor, schedule=config.schedule, warmup=config.warmup, steps=steps)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(step))
     return Parts(
-        model, tokenizer, headrace.session(model), optimizer, scheduler, train, validation, sampler, encoder.pad, steps,
-        {"data": train.fingerprint, "model": model_fingerprint(model)},
+        config, model, tokenizer, headrace.session(model), optimizer, scheduler, train, validation, sampler, encoder.pad,
+        steps, {"data": train.fingerprint, "model": model_fingerprint(model)},
     )  # fmt: skip
 
 
@@ -119,16 +123,22 @@ def _load_tokenizer(config: RunConfig) -> Any:
         ) from error  # fmt: skip
 
 
-def _check_length(config: RunConfig, model: Any) -> None:
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and config.sequence_length > limit:
+def _with_length(config: RunConfig, model: Any, say: Callable[[str], None]) -> RunConfig:
+    """The configuration with a sequence_length that the model has positions for."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or DEFAULT_LENGTH
+    if config.sequence_length is None:
+        length = min(DEFAULT_LENGTH, limit)
+        say(f"sequence_length: {length}  (not given; the model has {limit} positions)")
+        return config.model_copy(update={"sequence_length": length})
+    if config.sequence_length > limit:
         raise ConfigError([f"sequence_length = {config.sequence_length} is more than the model's {limit} positions"])
+    return config
 
 
 def _read_data(
     config: RunConfig, encoder: Encoder, say: Callable[[str], None], counting: Callable[[Counts], None] | None
 ) -> tuple[TokenTable, TokenTable | None]:
-    shape = Shape(config.sequence_length, config.packing, config.long_rows, config.broken_rows)
+    shape = Shape(config.sequence_length or DEFAULT_LENGTH, config.packing, config.long_rows, config.broken_rows)
 
     def read(name: str, paths: tuple[str, ...]) -> TokenTable:
         table, counts = prepare(paths, encoder, shape, Path(config.output), counting)

@@ -59,8 +59,8 @@ class RunConfig(BaseModel):
     """Rows in a micro-batch."""
     accumulation: Count = 1
     """Micro-batches in an optimizer step; they share one load of the weights."""
-    sequence_length: Annotated[int, Field(ge=2)] = 1024
-    """Longest row, in tokens."""
+    sequence_length: Annotated[int, Field(ge=2)] | None = None
+    """Longest row, in tokens; 1024 unless given, or the model's positions where those are fewer."""
     packing: bool = True
     """Join text documents, an end token between them, into rows of sequence_length (pairs never are)."""
     long_rows: Literal["refuse", "drop", "cut"] = "refuse"
@@ -99,7 +99,7 @@ class RunConfig(BaseModel):
     """Folder on a fast disk for weights and optimizer state that RAM does not hold."""
     placement: Placement = Placement()
     """"auto", or weights and state each on "device", "host" or "disk"."""
-    window: Annotated[int, Field(ge=2)] = 3
+    window: Count = 3
     """Blocks that are on the device at once."""
     rows: Count | None = None
     """Rows of a micro-batch that pass through a block at once; all unless given."""

@@ -33,6 +33,8 @@ def _combinations(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
         yield ("data",), "data is missing: --data PATH"
     if not config.output:
         yield ("output",), "output is missing: --output FOLDER"
+    if config.output and config.model and _absolute(config.output) == _absolute(config.model):
+        yield ("output", "model"), "output is the model's own folder: name another"
     if config.steps is not None and config.epochs is not None:
         yield ("steps", "epochs"), "steps and epochs exclude each other: give one"
     if config.steps is not None and config.warmup >= config.steps and config.warmup:

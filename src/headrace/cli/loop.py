@@ -14,7 +14,6 @@ import headrace
 from headrace.base.errors import StoreError
 from headrace.cli.assemble import Parts
 from headrace.cli.checkpoints import Checkpoints, identity
-from headrace.cli.config import RunConfig
 from headrace.cli.progress import Display, StepLog
 from headrace.cli.random_state import random_state, restore_random_state
 from headrace.cli.signals import Stop
@@ -25,9 +24,9 @@ from headrace.data.table import TokenTable
 class Loop:
     """Trains `parts` to the end, or until a signal. `step`: optimizer steps done."""
 
-    def __init__(self, config: RunConfig, parts: Parts, checkpoints: Checkpoints, stop: Stop) -> None:
-        self._config, self._parts, self._checkpoints, self._stop = config, parts, checkpoints, stop
-        self._identity = identity(config, parts.fingerprints)
+    def __init__(self, parts: Parts, checkpoints: Checkpoints, stop: Stop) -> None:
+        self._config, self._parts, self._checkpoints, self._stop = parts.config, parts, checkpoints, stop
+        self._identity = identity(parts.config, parts.fingerprints)
         self._saved: int | None = None
         self.log_position = 0
         self.step = 0

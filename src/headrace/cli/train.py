@@ -58,10 +58,10 @@ def _run(config: RunConfig, console: Console, stop: Stop) -> bool:
             config, say, lambda counts: status.update(f"reading data: {counts.documents + counts.pairs} rows")
         )
     with parts.session:
-        loop = Loop(config, parts, checkpoints, stop)
+        loop = Loop(parts, checkpoints, stop)
         if config.resume and not loop.resume():
             say("nothing saved yet: starting fresh")
-        write_file(output / "run.yaml", _as_yaml(config))
+        write_file(output / "run.yaml", _as_yaml(parts.config))
         _warn_of_small_disk(config, parts.model, say)
         log = StepLog(Path(config.log or output / "log.jsonl"), loop.log_position)
         stop.defer()
@@ -118,10 +118,10 @@ def _events_shown(console: Console) -> Iterator[None]:
 
 @contextmanager
 def _claimed(output: Path, resume: bool) -> Iterator[None]:
-    """Hold the output folder: no second run may write there, and no other run's results are overwritten."""
+    """Hold the output folder: no second run may write there, and no earlier run's results are overwritten."""
     output.mkdir(parents=True, exist_ok=True)
-    earlier = [name for name in ("checkpoints", "config.json") if (output / name).exists()]
-    if earlier and not resume:
+    complete = (output / "run.yaml").exists() and (output / "config.json").exists()
+    if not resume and (complete or any((output / "checkpoints").glob("step-*"))):
         raise ConfigError(
             [f"output = {str(output)!r} holds a run already: go on with --resume, or name another folder"]
         )
