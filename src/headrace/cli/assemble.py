@@ -66,8 +66,8 @@ def assemble(config: RunConfig, say: Callable[[str], None], counting: Callable[[
     factor = partial(rate_factor, schedule=config.schedule, warmup=config.warmup, steps=steps)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(step))
     return Parts(
-        config, model, tokenizer, headrace.session(model), optimizer, scheduler, train, validation, sampler, encoder.pad,
-        steps, {"data": train.fingerprint, "model": model_fingerprint(model)},
+        config, model, tokenizer, headrace.session(model), optimizer, scheduler, train, validation, sampler,
+        encoder.pad, steps, {"data": train.fingerprint, "model": model_fingerprint(model)},
     )  # fmt: skip
 
 
