@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from headrace.base.errors import HeadraceError
 from headrace.executor.completion import Cancelled, Completion
 from headrace.executor.lanes import COPY_LANES, HOST_LANES, Job, ThreadLane, run_job
 from headrace.schedule.op import Op, Program
 
-Actions = Callable[[Op], None]
+Notes = dict[Any, Any]
+"""What the ops of one walk tell each other: the arrival of a gradient by visit, saved inputs, hyper-parameters."""
+Actions = Callable[[Op, Notes], None]
 
 
 class Executor:
@@ -32,9 +34,9 @@ class Executor:
         self._unwatched: list[Completion] = []
         self._lock = threading.Lock()
 
-    def start(self, program: Program) -> Walk:
+    def start(self, program: Program, notes: Notes | None = None) -> Walk:
         """Begin a program. Overlapped: its copies start at once."""
-        walk = Walk(self, program, [Completion() for _ in program.ops], self._resolve(program))
+        walk = Walk(self, program, self._resolve(program), {} if notes is None else notes)
         with self._lock:
             for op, done in zip(program.ops, walk.done, strict=True):
                 self._tokens.update(dict.fromkeys(op.gives, done))
@@ -51,6 +53,12 @@ class Executor:
         return [
             tuple(self._tokens[token] for token in op.before if token in self._tokens) for op in program.ops
         ]
+
+    def forget(self, walk: Walk) -> None:
+        """Tokens of an abandoned walk that stand for work never done or failed stand for nothing."""
+        ended = {id(done) for done in walk.done if done.error is not None}
+        with self._lock:
+            self._tokens = {token: done for token, done in self._tokens.items() if id(done) not in ended}
 
     def publish(self, token: str) -> None:
         """Let `token` stand for all work issued so far on the current compute stream."""
@@ -104,8 +112,8 @@ class Executor:
             if done.error is not None and not isinstance(done.error, Cancelled):
                 raise done.error
 
-    def run(self, op: Op) -> None:
-        self._actions(op)
+    def run(self, op: Op, notes: Notes) -> None:
+        self._actions(op, notes)
 
     def close(self) -> None:
         for lane in self._lanes.values():
@@ -118,47 +126,45 @@ class Walk:
     """One program under way. The compute ops belong to whoever walks: `reach`, compute, `leave`."""
 
     def __init__(
-        self, executor: Executor, program: Program, done: list[Completion], before: list[tuple[Completion, ...]]
+        self, executor: Executor, program: Program, before: list[tuple[Completion, ...]], notes: Notes
     ) -> None:
-        self.program, self.done = program, done
+        self.program, self.notes = program, notes
+        self.done = [Completion() for _ in program.ops]
         self._executor, self._before = executor, before
         self._next = 0
         self._visits = program.compute()
-        self._position = 0
+        self.position = 0
 
     def job(self, op: Op) -> Job:
         waits = tuple(self.done[index] for index in op.after) + self._before[op.index]
-        return Job(str(op), lambda: self._executor.run(op), waits, self.done[op.index])
+        return Job(str(op), lambda: self._executor.run(op, self.notes), waits, self.done[op.index])
 
     @property
     def expected(self) -> Op | None:
         """The compute op that comes next; None at the end."""
-        return self._visits[self._position] if self._position < len(self._visits) else None
+        return self._visits[self.position] if self.position < len(self._visits) else None
 
     def reach(self) -> Op:
         """Wait until the next compute op may run, and return it."""
-        op = self._visits[self._position]
+        op = self._visits[self.position]
         if not self._executor.overlap:
             self._run_up_to(op.index)
         stream = self._executor.stream()
         for completion in [*(self.done[index] for index in op.after), *self._before[op.index]]:
-            try:
-                completion.wait(stream)
-            except Cancelled:
-                raise HeadraceError(f"{op} waits for work that was cancelled") from None
+            completion.wait(stream)
         return op
 
     def leave(self) -> None:
         """The compute op that was reached has been issued; free what it was the last to use."""
-        op = self._visits[self._position]
+        op = self._visits[self.position]
         self.done[op.index].finish(self._executor.record())
-        self._position += 1
+        self.position += 1
         if self._executor.overlap:
             for later in self.program.ops[op.index + 1 :]:
                 if later.visit >= 0 and later.lane == "compute":
                     break
                 if later.verb == "FREE":
-                    self._executor.run(later)
+                    self._executor.run(later, self.notes)
                     self.done[later.index].finish(self._executor.record())
         else:
             self._next = op.index + 1
@@ -177,8 +183,9 @@ class Walk:
         for op in self.program.ops:
             try:
                 self.done[op.index].wait()
-            except BaseException:  # noqa: S110 - whoever needs this op's work sees its error; here only the end counts
-                pass
+            except BaseException:
+                pass  # whoever needs this op's work sees its error; here only the end counts
+        self._executor.forget(self)
 
     def _run_up_to(self, stop: int) -> None:
         while self._next < stop:
@@ -187,7 +194,7 @@ class Walk:
             if op.verb in ("FORWARD", "BACKWARD"):
                 continue
             if op.lane == "compute":
-                self._executor.run(op)
+                self._executor.run(op, self.notes)
                 self.done[op.index].finish(self._executor.record())
             else:
                 run_job(self.job(op), self._executor.stream())

@@ -55,17 +55,21 @@ class ThreadLane:
                 del job
 
 
+def _record(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+    if stream is None:
+        return None
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
+
+
 def run_job(job: Job, stream: torch.cuda.Stream | None) -> None:
     """Wait, run and complete one job; an error reaches whoever waits for it."""
     try:
         for completion in job.waits:
             completion.wait(stream)
         job.run()
-        event = None
-        if stream is not None:
-            event = torch.cuda.Event()
-            event.record(stream)
-        job.done.finish(event)
+        job.done.finish(_record(stream))
     except Cancelled as cancelled:
         job.done.fail(cancelled)
     except BaseException as error:

@@ -44,7 +44,8 @@ _LEAF_METHODS = {
 }  # fmt: skip
 
 
-def _writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+def writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a torch function writes into its first argument (or into `out`)."""
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or name == "__setitem__" or (name.startswith("__i") and name[3:-2] in _AUGMENTED) or "out" in kwargs
@@ -87,7 +88,7 @@ class WeightValue(Tensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-            written = [args[0]] if args and _writes(func, kwargs) else []
+            written = [args[0]] if args and writes(func, kwargs) else []
             for target in (written[0] if written and isinstance(written[0], (list, tuple)) else written):
                 if isinstance(target, WeightValue):
                     target._write(target._root)
@@ -124,8 +125,11 @@ class Parked(nn.Parameter):
         kwargs = kwargs or {}
         first = args[0] if args else None
         name = getattr(func, "__name__", "")
+        if name in ("__repr__", "__format__", "__str__"):
+            with torch.no_grad():
+                return func(*_with_values(args), **kwargs)
         if isinstance(first, Parked):
-            if func is _DATA_SET or func == _DATA_SET:
+            if func == _DATA_SET:
                 first._headrace_home.write(first, args[1])
                 return None
             if func == _DEVICE_GET:
@@ -140,12 +144,12 @@ class Parked(nn.Parameter):
                     return func(*args, **kwargs)
             if func is Tensor.is_contiguous:
                 return True
-            if _writes(func, kwargs):
+            if writes(func, kwargs):
                 if torch.is_grad_enabled() and first.requires_grad:
                     raise RuntimeError("a leaf parameter that requires grad is written in place; use torch.no_grad()")
                 func(_value(first), *_with_values(args[1:]), **_with_values(kwargs))
                 return first
-        if _writes(func, kwargs):  # torch._foreach_mul_([...]) and the like
+        if writes(func, kwargs):  # torch._foreach_mul_([...]) and the like
             args = (_with_values(args[0], keep=True), *_with_values(args[1:]))
             return func(*args, **_with_values(kwargs))
         return func(*_with_values(args), **_with_values(kwargs))
@@ -219,3 +223,7 @@ def repark(parameter: nn.Parameter) -> None:
     """End a lease: the parameter is on its placeholder again."""
     parameter.data = parameter._headrace_placeholder  # type: ignore[attr-defined]
     parameter.__class__ = Parked
+
+
+def is_parked(parameter: object) -> bool:
+    return isinstance(parameter, Parked)

@@ -93,13 +93,13 @@ class _Builder:
                 return
             stage = self.turn("h", self.placement.slots)
             self.add("READ", "weights", unit, stage, "read", [f"home:u{unit}", f"unstaged:{stage}"], [f"staged:{stage}"])
-            self.add("LOAD", "weights", unit, place, "h2d", [f"staged:{stage}", free], [ready, f"unstaged:{stage}"])
+            self.add("LOAD", "weights", unit, f"{stage}>{place}", "h2d", [f"staged:{stage}", free], [ready, f"unstaged:{stage}"])
             return
         self.add("LOAD", "weights", unit, place, "h2d", [f"home:u{unit}", free], [ready])
 
-    def done(self, place: str, later: Sequence[int], unit: int, keep: bool) -> None:
-        """After the compute op: give the slot up when nothing needs its content any more."""
-        if place != "r" and unit not in later and not keep:
+    def free(self, place: str, later: Sequence[int], unit: int) -> None:
+        """After the compute op: give the slot up when nothing in this pass needs its content any more."""
+        if place != "r" and unit not in later:
             self.add("FREE", "weights", unit, place, "compute", [f"slot:{place}"], [f"slot:{place}"])
             self.slots[int(place[1:])] = None
 
@@ -124,10 +124,8 @@ class _Builder:
             self.add("LOAD", "weights", unit, "r", "h2d", [f"updated:u{unit}", f"used:u{unit}"], [f"home:u{unit}"])
 
 
-def forward(
-    spec: ModelSpec, placement: Placement, visits: Sequence[Visit], slots: Sequence[int | None], keep: bool
-) -> Program:
-    """One forward pass. `slots`: contents on entry; `keep`: the last contents serve the backward that follows."""
+def forward(spec: ModelSpec, placement: Placement, visits: Sequence[Visit], slots: Sequence[int | None]) -> Program:
+    """One forward pass. `slots`: contents on entry; the last contents stay, for the backward that may follow."""
     build = _Builder(spec, placement, slots)
     units = [visit.unit if visit.kind != ROWS else -1 for visit in visits]
     for number, visit in enumerate(visits):
@@ -140,7 +138,6 @@ def forward(
         build.add("FORWARD", "-", visit.unit, place, "compute", waits, [*gives, f"forward:v{number}"], number)
         if visit.saves_input:
             build.add("SEND", "input", visit.unit, "-", "d2h", [f"forward:v{number}"], [f"input:v{number}"], number)
-        build.done(place, later, visit.unit, keep)
     return Program("forward", tuple(build.ops), tuple(slots), tuple(build.slots))
 
 
@@ -165,7 +162,7 @@ def backward(
     order = [number for number in range(len(visits) - 1, -1, -1) if visits[number].grad]
     units = [visits[n].unit if visits[n].kind != ROWS else -1 for n in order]
     contributed = set(held)
-    last_use = {unit: position for position, number in enumerate(order) for unit in _contributes(spec, visits[number])}
+    last_use = {unit: position for position, number in enumerate(order) for unit in contributes(spec, visits[number])}
     for position, number in enumerate(order):
         visit, later = visits[number], units[position + 1 :]
         if visit.kind == ROWS:
@@ -175,7 +172,8 @@ def backward(
             build.add("BACKWARD", "-", -1, "-", "compute", waits, [f"backward:v{number}"], number)
             if trained:
                 gives = [f"grads:u{tile}" for tile in tiles]
-                waits = [f"backward:v{number}", *gives, *(f"updated:u{tile}" for tile in tiles)]
+                build.add("SEND", "grads", -1, f"m{visit.unit}", "d2h", [f"backward:v{number}"], [f"sent:v{number}"], number)
+                waits = [f"sent:v{number}", *gives, *(f"updated:u{tile}" for tile in tiles)]
                 build.add("ADD", "grads", -1, f"m{visit.unit}", "host", waits, gives, number)
                 contributed.update(tiles)
         else:
@@ -186,7 +184,8 @@ def backward(
     return Program("backward", tuple(build.ops), tuple(slots), tuple(build.slots))
 
 
-def _contributes(spec: ModelSpec, visit: Visit) -> tuple[int, ...]:
+def contributes(spec: ModelSpec, visit: Visit) -> tuple[int, ...]:
+    """The units that the backward of a visit gives gradients to."""
     return spec.matrices[visit.unit].tiles if visit.kind == ROWS else (visit.unit,)
 
 
@@ -208,7 +207,8 @@ def _backward_unit(
         contributed.add(unit)
     else:
         grad = build.turn("g", placement.grad_slots)
-        build.add("BACKWARD", "-", unit, place, "compute", [*waits, f"sent:{grad}"], [*gives, f"grad:{grad}"], number)
+        build.add("BACKWARD", "-", unit, f"{place}>{grad}", "compute", [*waits, f"sent:{grad}"],
+                  [*gives, f"grad:{grad}"], number)  # fmt: skip
         if unit in contributed or spec.units[unit].wide_grads:
             stage = build.turn("a", placement.grad_slots)
             build.add("SEND", "grads", unit, f"{grad}>{stage}", "d2h", [f"grad:{grad}", f"added:{stage}"],
@@ -220,7 +220,7 @@ def _backward_unit(
             build.add("SEND", "grads", unit, f"{grad}>-", "d2h", [f"grad:{grad}", f"updated:u{unit}"],
                       [f"sent:{grad}", f"grads:u{unit}"], number)  # fmt: skip
         contributed.add(unit)
-    build.done(place, later, unit, keep=False)
+    build.free(place, later, unit)
 
 
 def update(
@@ -245,6 +245,6 @@ def forward_order(spec: ModelSpec, visits: Sequence[Visit]) -> list[int]:
     """Units in the order in which the next forward needs their updates: the rest, then by first visit."""
     first: dict[int, None] = {unit.index: None for unit in spec.units if unit.kind == REST}
     for visit in visits:
-        first.update(dict.fromkeys(_contributes(spec, visit)))
+        first.update(dict.fromkeys(contributes(spec, visit)))
     first.update(dict.fromkeys(unit.index for unit in spec.units if unit.kind in ("block", TILE)))
     return list(first)

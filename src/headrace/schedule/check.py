@@ -17,9 +17,10 @@ def check(program: Program) -> list[str]:
         if op.verb not in VERBS or op.lane not in LANES:
             faults.append(f"{where} has an unknown verb or lane")
         faults += [f"{where} waits for the later op {other}" for other in op.after if other >= position]
-        if not (op.place.startswith("s") and op.place[1:].isdigit()):
+        place = op.place.rpartition(">")[2] if op.verb == "LOAD" else op.place.partition(">")[0]
+        if not (place.startswith("s") and place[1:].isdigit()):
             continue
-        slot = int(op.place[1:])
+        slot = int(place[1:])
         if op.verb in ("LOAD", "READ"):
             if slot in last and last[slot] not in op.after:
                 faults.append(f"{where} overwrites slot {slot} without waiting for op {last[slot]}, which uses it")

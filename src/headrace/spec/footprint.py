@@ -69,6 +69,7 @@ def footprint(spec: ModelSpec, placement: Placement) -> Footprint:
             (device if state == DEVICE else host)["grads"] += round_up(unit.grads.nbytes)
             if unit.kind == REST and state != DEVICE:
                 device["grads"] += round_up(unit.grads.nbytes)
+                host["stages"] += round_up(unit.trained_bytes)
     streaming = [unit for unit in units if placement.streams(unit.index)]
     sending = [u for u in units if u.trained.entries and placement.state[u.index] != DEVICE and u.kind != REST]
     slot = round_up(max((unit.weights.nbytes for unit in streaming), default=0))

@@ -1,0 +1,221 @@
+"""What each op does, synchronously, on the lane that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from headrace.base.errors import StepError
+from headrace.base.events import EventLog
+from headrace.executor.executor import Notes
+from headrace.executor.inputs import InputStore
+from headrace.kernels import ops
+from headrace.optim.ledger import Arrival, Ledger, Verdict
+from headrace.optim.rules import Hyper, Rule
+from headrace.schedule.op import Op
+from headrace.spec.model import REST, Unit
+from headrace.store.regions import Regions, typed
+
+
+@dataclass
+class Traffic:
+    """Bytes over the link since the session opened."""
+
+    to_device: int = 0
+    to_host: int = 0
+
+
+@dataclass
+class Actions:
+    """Binds verbs to stores, ledger and rule."""
+
+    regions: Regions
+    ledger: Ledger
+    rule: Rule
+    inputs: InputStore
+    events: EventLog
+    max_grad_norm: float | None
+    on_nonfinite: str
+    poison: bool = False
+    """Freed slots read NaN, so that no one can use them unnoticed."""
+    traffic: Traffic = field(default_factory=Traffic)
+    verdicts: dict[int, Verdict] = field(default_factory=dict)
+    """By step; only the last few are kept."""
+    broken: str | None = None
+    """Why the weights can no longer be trusted."""
+
+    def __call__(self, op: Op, notes: Notes) -> None:
+        handlers: dict[str, Callable[[Op, Notes], None]] = {
+            "READ": self._read, "WRITE": self._write, "LOAD": self._load, "SEND": self._send, "FREE": self._free,
+            "ADD": self._add, "NORM": self._norm, "UPDATE": self._update,
+        }  # fmt: skip
+        handlers[op.verb](op, notes)
+
+    def _read(self, op: Op, notes: Notes) -> None:
+        unit = self.regions.spec.units[op.unit]
+        if op.region == "weights":
+            self.regions.read(op.unit, "weights", self.regions.places[op.place][: unit.weights.nbytes])
+            return
+        for region, view in zip(("weights", "state"), self.regions.staged(unit, op.place), strict=True):
+            if view is not None:
+                self.regions.read(op.unit, region, view)
+
+    def _write(self, op: Op, notes: Notes) -> None:
+        unit = self.regions.spec.units[op.unit]
+        for region, view in zip(("weights", "state"), self.regions.staged(unit, op.place), strict=True):
+            if view is not None:
+                self.regions.write(op.unit, region, view)
+
+    def _load(self, op: Op, notes: Notes) -> None:
+        if op.region == "input":
+            self.traffic.to_device += self.inputs.load(notes["inputs"], op.visit, op.place)
+            return
+        nbytes = self.regions.spec.units[op.unit].weights.nbytes
+        stage, _, place = op.place.rpartition(">")
+        target = self.regions.resident(op.unit) if place == "r" else self.regions.places[place][:nbytes]
+        source = self.regions.places[stage][:nbytes] if stage else self.regions.home(op.unit, "weights")
+        assert source is not None
+        target.copy_(source, non_blocking=True)
+        self.traffic.to_device += nbytes
+
+    def _send(self, op: Op, notes: Notes) -> None:
+        if op.region == "input":
+            self.traffic.to_host += self.inputs.send(notes["inputs"], op.visit)
+            return
+        if op.unit < 0:
+            index, rows = notes[op.visit]
+            notes[op.visit] = (index, self._rows_to_host(rows))
+            return
+        unit = self.regions.spec.units[op.unit]
+        source, target = op.place.split(">")
+        arrival: Arrival = notes[op.visit if op.visit >= 0 else ("rest", op.unit)]
+        nbytes = unit.grads.nbytes if source == "r" else unit.trained_bytes
+        if target == "-":
+            home = self.regions.home(op.unit, "grads")
+            assert home is not None
+            self.ledger.arrive(op.unit, arrival.present)
+            self.ledger.note_square(op.unit, arrival.square)
+        else:
+            home = self.regions.places[target]
+        if source == "r":
+            weights = self.regions.resident(op.unit)[: unit.trained_bytes]
+            self.regions.places["rest"].copy_(weights, non_blocking=True)
+        home[:nbytes].copy_(self.regions.places[source][:nbytes], non_blocking=True)
+        self.traffic.to_host += nbytes
+
+    def _rows_to_host(self, rows: Tensor) -> Tensor:
+        if not rows.is_cuda:
+            return rows
+        host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+        host.copy_(rows, non_blocking=True)
+        rows.record_stream(torch.cuda.current_stream(rows.device))
+        self.traffic.to_host += rows.nbytes
+        return host
+
+    def _free(self, op: Op, notes: Notes) -> None:
+        if self.poison:
+            self.regions.places[op.place].fill_(0xFF)
+
+    def _add(self, op: Op, notes: Notes) -> None:
+        if op.unit < 0:
+            self._add_rows(int(op.place[1:]), *notes[op.visit])
+            return
+        unit, arrival = self.regions.spec.units[op.unit], notes[op.visit]
+        home = self.regions.home(op.unit, "grads")
+        assert home is not None
+        first = self.ledger.arrive(op.unit, arrival.present)
+        stage = self.regions.places[op.place]
+        self.ledger.note_square(op.unit, add_region(unit, home, stage[: unit.trained_bytes], first))
+
+    def _add_rows(self, matrix_index: int, index: Tensor, rows: Tensor) -> None:
+        """Add the gradient of an embedding's rows: index (U,) sorted unique int64, rows (U, H) fp32."""
+        matrix = self.regions.spec.matrices[matrix_index]
+        for tile in matrix.tiles:
+            unit = self.regions.spec.units[tile]
+            home = self.regions.home(tile, "grads")
+            if home is None or not unit.trained.entries:
+                continue
+            first_row, count = unit.weights.entries[0].first_row or 0, unit.weights.entries[0].shape[0]
+            start, stop = torch.searchsorted(index, torch.tensor([first_row, first_row + count], device=index.device)).tolist()
+            if self.ledger.arrive(tile, [True]):
+                home.zero_()
+            if stop > start:
+                ops.add_rows_(typed(home, unit.grads)[0], index[start:stop] - first_row, rows[start:stop])
+            self.ledger.note_square(tile, None)
+
+    def _norm(self, op: Op, notes: Notes) -> None:
+        for unit in sorted(self.ledger.arrived - self.ledger.known):
+            home = self.regions.home(unit, "grads")
+            assert home is not None
+            self.ledger.note_square(unit, float(square_of(self.regions, unit, home)))
+        step = notes["step"]
+        verdict = self.ledger.judge(self.max_grad_norm, self.on_nonfinite, step)
+        self.verdicts[step] = notes["verdict"] = verdict
+        self.verdicts.pop(step - 8, None)
+        if verdict.scale is None:
+            self.events.add("skip", f"step {step} was skipped: its gradients are not finite", norm=verdict.norm)
+
+    def _update(self, op: Op, notes: Notes) -> None:
+        if self.broken:
+            raise StepError(self.broken, "", "Restore a checkpoint")
+        unit, verdict = self.regions.spec.units[op.unit], notes.get("verdict")
+        scale: float | None = 1.0 if verdict is None else verdict.scale
+        if verdict is None:
+            self._check_early(op.unit, notes["step"])
+        if scale is not None:
+            weights, state = self.regions.staged(unit, op.place) if op.place != "-" else (None, None)
+            weights = self.regions.home(op.unit, "weights") if weights is None else weights
+            state = self.regions.home(op.unit, "state") if state is None else state
+            grads = self.regions.home(op.unit, "grads")
+            assert weights is not None and grads is not None
+            if unit.kind == REST and state is not None and "rest" in self.regions.places:
+                self._adopt(unit, weights, state)
+            groups: list[Hyper] = notes["groups"]
+            try:
+                self.rule.update(
+                    unit, weights, state if state is not None else weights[:0], grads, groups,
+                    self.ledger.present[op.unit], self.ledger.steps[op.unit], scale,
+                )  # fmt: skip
+            except BaseException as error:
+                self.broken = f"the update of {unit.name} failed in step {notes['step']}: {error}"
+                raise
+        if verdict is None:
+            notes.setdefault("squares", []).append(self.ledger.squares[op.unit].item())
+        self.ledger.consume(op.unit, updated=scale is not None)
+
+    def _adopt(self, unit: Unit, weights: Tensor, state: Tensor) -> None:
+        """The user may have written into resident weights: what differs from the home becomes the master."""
+        offset_low = unit.parts["low"][0] if "low" in unit.parts else 0
+        seen = typed(self.regions.places["rest"], unit.trained)
+        for index, (view, home) in enumerate(zip(seen, typed(weights, unit.trained), strict=True)):
+            if not torch.equal(view, home):
+                home.copy_(view)
+                if "low" in unit.parts:
+                    typed(state[offset_low:], unit.parts["low"][1])[index].zero_()
+
+    def _check_early(self, unit: int, step: int) -> None:
+        if unit not in self.ledger.known:
+            home = self.regions.home(unit, "grads")
+            assert home is not None
+            self.ledger.note_square(unit, float(square_of(self.regions, unit, home)))
+        if not torch.isfinite(self.ledger.squares[unit]):
+            error = self.ledger.nonfinite(step)
+            self.broken = f"{error.what}; blocks after it were already updated, so the memory must not be saved"
+            raise type(error)(self.broken, "", error.advice)
+
+
+def add_region(unit: Unit, home: Tensor, term: Tensor, first: bool) -> float:
+    """home (fp32 gradients) += term (gradients as sent), or = term when `first`. Returns the sum of squares."""
+    total = 0.0
+    for target, source in zip(typed(home, unit.grads), typed(term, unit.trained), strict=True):
+        total += float(ops.accumulate_squares_(target.reshape(-1), source.reshape(-1), overwrite=first))
+    return total
+
+
+def square_of(regions: Regions, unit: int, grads: Tensor) -> float:
+    """Sum of squares of a unit's gradients as they stand in `grads`."""
+    spec = regions.spec.units[unit]
+    return float(sum(float(ops.sum_squares(view.reshape(-1))) for view in typed(grads, spec.grads)))

@@ -1,0 +1,180 @@
+"""Embeddings: only the rows that a batch uses are brought to the device, and only theirs get gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from headrace.base.errors import DataError
+from headrace.executor.stream import Pass, Stream
+from headrace.model.parked import lease, repark
+from headrace.model.surroundings import Autocast
+from headrace.schedule.build import ROWS
+from headrace.spec.placement import DEVICE, DISK
+from headrace.store.regions import DTYPES, Regions, typed
+
+
+@dataclass(eq=False)
+class TakenEmbedding:
+    """An embedding module whose weight is a streamed matrix."""
+
+    matrix: int
+    module: nn.Embedding
+    original: Callable[[Tensor], Tensor]
+
+    @property
+    def trained(self) -> bool:
+        return self.module.weight.requires_grad
+
+
+def embed(stream: Stream, taken: TakenEmbedding, ids: Sequence[Tensor]) -> list[Tensor]:
+    """The embeddings of several micro-batches' ids, on one gathering of rows. Results as the module gives them."""
+    training = torch.is_grad_enabled()
+    trained = training and taken.trained and bool(stream.spec.units[_tiles(stream, taken)[0]].trained.entries)
+    rows = Rows.of(stream, taken, ids)
+    with stream.forward(taken.matrix, ROWS, training, trained):
+        rows.number, rows.pass_ = stream.number, stream.current
+        weight = gather(stream.regions, taken.matrix, rows.index)
+    anchor = torch.zeros((), requires_grad=trained)
+    return list(_Embed.apply(stream, taken, rows, weight, anchor))
+
+
+def _tiles(stream: Stream, taken: TakenEmbedding) -> tuple[int, ...]:
+    return stream.spec.matrices[taken.matrix].tiles
+
+
+@dataclass(eq=False)
+class Rows:
+    """The rows that one visit uses."""
+
+    index: Tensor
+    """(U,) int64 on the host, sorted, unique."""
+    positions: list[Tensor]
+    """The ids of each micro-batch as positions in `index`, on the device."""
+    padding: int | None
+    autocast: Autocast
+    number: int = -1
+    pass_: Pass | None = None
+
+    @classmethod
+    def of(cls, stream: Stream, taken: TakenEmbedding, ids: Sequence[Tensor]) -> Rows:
+        flat = torch.cat([part.reshape(-1) for part in ids])
+        index, inverse = torch.unique(flat, return_inverse=True)
+        host = index.cpu().long()
+        count = stream.spec.matrices[taken.matrix].rows
+        if host.numel() and (host[0] < 0 or host[-1] >= count):
+            _refuse(ids, count, stream.spec.matrices[taken.matrix].name)
+        parts, start = [], 0
+        for part in ids:
+            parts.append(inverse[start : start + part.numel()].view(part.shape).to(stream.device))
+            start += part.numel()
+        padding = None
+        if taken.module.padding_idx is not None:
+            found = (host == taken.module.padding_idx).nonzero()
+            padding = int(found[0]) if found.numel() else None
+        return cls(host, parts, padding, Autocast.now(stream.device))
+
+
+def _refuse(ids: Sequence[Tensor], count: int, name: str) -> None:
+    for part in ids:
+        bad = ((part < 0) | (part >= count)).nonzero()
+        if bad.numel():
+            place = bad[0].tolist()
+            raise DataError(
+                f"token id {int(part[tuple(place)])} is beyond the embedding",
+                f"row {place[0] if len(place) > 1 else 0}, position {place[-1]}; {name} has {count} rows",
+                "Use the model's own tokenizer, or resize the embedding before wrapping",
+            )
+
+
+def gather(regions: Regions, matrix_index: int, index: Tensor) -> Tensor:
+    """Rows of a matrix on the device, (U, H), from wherever its tiles live. `index`: (U,) int64, sorted, on the host."""
+    matrix = regions.spec.matrices[matrix_index]
+    dtype = DTYPES[matrix.dtype]
+    on_device = all(regions.placement.weights[tile] == DEVICE for tile in matrix.tiles)
+    where = regions.device if on_device else torch.device("cpu")
+    pin = regions.device.type == "cuda" and not on_device
+    out = torch.empty(index.numel(), matrix.columns, dtype=dtype, device=where, pin_memory=pin)
+    for tile in matrix.tiles:
+        entry = regions.spec.units[tile].weights.entries[0]
+        first = entry.first_row or 0
+        start, stop = torch.searchsorted(index, torch.tensor([first, first + entry.shape[0]])).tolist()
+        if stop == start:
+            continue
+        local = index[start:stop] - first
+        if on_device:
+            source = typed(regions.resident(tile), regions.spec.units[tile].weights)[0]
+            torch.index_select(source, 0, local.to(where), out=out[start:stop])
+        elif regions.placement.home(tile) == DISK:
+            bytes_ = out[start:stop].view(torch.uint8)
+            regions.read_rows(tile, matrix.row_bytes, local.tolist(), bytes_)
+        else:
+            home = regions.home(tile, "weights")
+            assert home is not None
+            torch.index_select(typed(home, regions.spec.units[tile].weights)[0], 0, local, out=out[start:stop])
+    return out.to(regions.device, non_blocking=True)
+
+
+def _run(taken: TakenEmbedding, rows: Rows, weight: Tensor, positions: Tensor) -> Tensor:
+    """The module's own forward, on a weight of only the used rows."""
+    module = taken.module
+    padding, module.padding_idx = module.padding_idx, rows.padding  # type: ignore[assignment]
+    lease(module.weight, weight)
+    try:
+        with rows.autocast():
+            return taken.original(positions)
+    finally:
+        repark(module.weight)
+        module.padding_idx = padding
+
+
+class _Embed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, stream: Stream, taken: TakenEmbedding, rows: Rows, weight: Tensor, anchor: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.stream, ctx.taken, ctx.rows = stream, taken, rows
+        return tuple(_run(taken, rows, weight, positions) for positions in rows.positions)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        stream: Stream = ctx.stream
+        taken: TakenEmbedding = ctx.taken
+        rows: Rows = ctx.rows
+        assert rows.pass_ is not None
+        with stream.backward(rows.pass_, rows.number):
+            plain = type(taken.module).forward is nn.Embedding.forward
+            matrix = stream.spec.matrices[taken.matrix]
+            if plain:  # its gradient does not depend on the weight's values
+                weight = torch.empty(rows.index.numel(), matrix.columns, dtype=DTYPES[matrix.dtype], device=stream.device)
+            else:
+                weight = gather(stream.regions, taken.matrix, rows.index)
+            total = torch.zeros(weight.shape, dtype=torch.float32, device=stream.device)
+            with stream.sink.into(taken.module.weight, total):
+                for positions, grad in zip(rows.positions, grads, strict=True):
+                    if grad is not None:
+                        _backward_one(taken, rows, weight, positions, grad)
+            stream.note(rows.number, (rows.index, total))
+        return (None,) * 5
+
+
+def _backward_one(taken: TakenEmbedding, rows: Rows, weight: Tensor, positions: Tensor, grad: Tensor) -> None:
+    parameter = taken.module.weight
+    padding = taken.module.padding_idx
+    lease(parameter, weight)
+    taken.module.padding_idx = rows.padding  # type: ignore[assignment]
+    parameter.grad = None
+    try:
+        with torch.enable_grad(), rows.autocast():
+            out = taken.original(positions)
+        torch.autograd.backward([out], [grad], inputs=[parameter])
+    finally:
+        taken.module.padding_idx = padding  # type: ignore[assignment]
+        repark(parameter)

@@ -1,0 +1,179 @@
+"""The head: its weight passes in tiles, once for log-sum-exp and once for gradients; or once each way for logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from headrace.executor.stream import Pass, Stream
+from headrace.loss.tiled import HeadSpec, LossRows, backward_tile, finish, forward_tile, open_rows
+from headrace.spec.model import TILE
+from headrace.store.regions import typed
+
+LOGITS_AT_ONCE = 1 << 25
+"""Logits of one tile by chunk of rows: about 8 bytes each of working memory."""
+
+
+@dataclass(eq=False)
+class TakenHead:
+    """A linear layer whose weight is a streamed matrix."""
+
+    matrix: int
+    module: nn.Linear
+    original: Callable[[Tensor], Tensor]
+
+
+@dataclass(eq=False)
+class Tiles:
+    """The tile visits of one pass through the head."""
+
+    stream: Stream
+    head: TakenHead
+    training: bool
+    grad: bool
+    numbers: list[int]
+    pass_: Pass | None = None
+
+    def forward(self, body: Callable[[Tensor, int], None]) -> None:
+        """Call `body` with each tile's weight (v, H) and first row."""
+        for unit in self.stream.spec.matrices[self.head.matrix].tiles:
+            with self.stream.forward(unit, TILE, self.training, self.grad) as region:
+                self.numbers.append(self.stream.number)
+                self.pass_ = self.stream.current
+                layout = self.stream.spec.units[unit].weights
+                body(typed(region, layout)[0], layout.entries[0].first_row or 0)
+
+    def backward(self, body: Callable[[Tensor, int, Tensor | None], None]) -> None:
+        """Call `body` with each tile's weight (v, H), first row and fp32 gradient to add to (None: frozen), last first."""
+        assert self.pass_ is not None
+        for number in reversed(self.numbers):
+            unit = self.stream.spec.units[self.pass_.visits[number].unit]
+            with self.stream.backward(self.pass_, number) as region:
+                weight, first = typed(region, unit.weights)[0], unit.weights.entries[0].first_row or 0
+                if unit.trained.entries:
+                    grad, end = self.stream.sink.tile(unit, self.stream.grad_place)
+                    body(weight, first, grad)
+                    self.stream.note(number, end())
+                else:
+                    body(weight, first, None)
+
+
+def _tiles(stream: Stream, head: TakenHead, tensors: Sequence[Tensor | None]) -> tuple[Tiles, Tensor]:
+    """The tiles of a visit and the anchor that makes it part of the graph."""
+    training = torch.is_grad_enabled()
+    tiles = stream.spec.matrices[head.matrix].tiles
+    trained = training and head.module.weight.requires_grad and bool(stream.spec.units[tiles[0]].trained.entries)
+    needs = trained or (training and any(t is not None and t.requires_grad for t in tensors))
+    return Tiles(stream, head, training, needs, []), torch.zeros((), requires_grad=trained)
+
+
+def losses(
+    stream: Stream, head: TakenHead, hidden: Sequence[Tensor], labels: Sequence[Tensor], specs: Sequence[HeadSpec],
+    dtype: torch.dtype,
+) -> list[tuple[Tensor, int]]:  # fmt: skip
+    """(losses (N,) fp32, labelled tokens) of each micro-batch: hidden (N, H), labels (N,), on one pass of the head."""
+    bias = head.module.bias
+    tiles, anchor = _tiles(stream, head, [*hidden, bias])
+    rows = [open_rows(h.detach().to(dtype), y, spec) for h, y, spec in zip(hidden, labels, specs, strict=True)]
+    cast = None if bias is None else bias.to(dtype)
+    found = _Losses.apply(tiles, rows, dtype, cast, anchor, *hidden)
+    return [(loss, row.count) for loss, row in zip(found, rows, strict=True)]
+
+
+class _Losses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tiles: Tiles, rows: list[LossRows], dtype: torch.dtype, bias: Tensor | None, anchor: Tensor, *hidden: Tensor
+    ) -> tuple[Tensor, ...]:
+        cast = [h.to(dtype) for h in hidden]
+
+        def body(weight: Tensor, first: int) -> None:
+            weight, part = weight.to(dtype), _part(bias, first, weight.shape[0])
+            for row, h in zip(rows, cast, strict=True):
+                forward_tile(row, h, weight, part, first, _chunk(weight.shape[0]))
+
+        tiles.forward(body)
+        ctx.tiles, ctx.rows, ctx.dtype = tiles, rows, dtype
+        ctx.save_for_backward(bias, *hidden)
+        return tuple(finish(row) for row in rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        tiles: Tiles = ctx.tiles
+        bias, *hidden = ctx.saved_tensors
+        cast = [h.to(ctx.dtype) for h in hidden]
+        needs = ctx.needs_input_grad
+        into = [torch.zeros(h.shape, dtype=torch.float32, device=h.device) if need else None
+                for h, need in zip(hidden, needs[5:], strict=True)]  # fmt: skip
+        grad_bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if needs[3] else None
+
+        def body(weight: Tensor, first: int, grad_tile: Tensor | None) -> None:
+            weight, size = weight.to(ctx.dtype), weight.shape[0]
+            for row, h, grad, grad_hidden in zip(ctx.rows, cast, grads, into, strict=True):
+                backward_tile(row, h, weight, _part(bias, first, size), first, grad, grad_hidden, grad_tile,
+                              _part(grad_bias, first, size), _chunk(size))  # fmt: skip
+
+        tiles.backward(body)
+        back = [None if g is None else g.to(h.dtype) for g, h in zip(into, hidden, strict=True)]
+        return (None, None, None, None if grad_bias is None else grad_bias.to(bias.dtype), None, *back)
+
+
+def _part(bias: Tensor | None, first: int, size: int) -> Tensor | None:
+    return None if bias is None else bias[first : first + size]
+
+
+def _chunk(tile_rows: int) -> int:
+    return max(1, LOGITS_AT_ONCE // max(tile_rows, 1))
+
+
+def logits(stream: Stream, head: TakenHead, hidden: Tensor) -> Tensor:
+    """All logits (..., V), tile by tile, with their gradient: what the linear layer itself would give."""
+    dtype = torch.get_autocast_dtype(stream.device.type) if torch.is_autocast_enabled(stream.device.type) else hidden.dtype
+    tiles, anchor = _tiles(stream, head, [hidden, head.module.bias])
+    bias = None if head.module.bias is None else head.module.bias.to(dtype)
+    result: Tensor = _Logits.apply(tiles, dtype, hidden, bias, anchor)
+    return result
+
+
+class _Logits(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tiles: Tiles, dtype: torch.dtype, hidden: Tensor, bias: Tensor | None, anchor: Tensor
+    ) -> Tensor:
+        parts: list[Tensor] = []
+
+        def body(weight: Tensor, first: int) -> None:
+            part = _part(bias, first, weight.shape[0])
+            parts.append(torch.nn.functional.linear(hidden.to(dtype), weight.to(dtype), part))
+
+        with torch.autocast(hidden.device.type, enabled=False):
+            tiles.forward(body)
+        ctx.tiles, ctx.dtype = tiles, dtype
+        ctx.save_for_backward(hidden)
+        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        (hidden,) = ctx.saved_tensors
+        flat, upstream = hidden.reshape(-1, hidden.shape[-1]).to(ctx.dtype), grad.reshape(-1, grad.shape[-1])
+        back: Tensor | None = None
+
+        def body(weight: Tensor, first: int, grad_tile: Tensor | None) -> None:
+            nonlocal back
+            part = upstream[:, first : first + weight.shape[0]]
+            if grad_tile is not None:
+                grad_tile.add_(part.t() @ flat)
+            if ctx.needs_input_grad[2]:
+                step = part @ weight.to(ctx.dtype)
+                back = step if back is None else back.float() + step.float()
+
+        ctx.tiles.backward(body)
+        grad_bias = upstream.sum(0).to(grad.dtype) if ctx.needs_input_grad[3] else None
+        return (None, None, None if back is None else back.to(hidden.dtype).view_as(hidden), grad_bias, None)

@@ -1,0 +1,358 @@
+"""The stream: follows the model's calls along programs, and leases weights to them.
+
+[Note: Passes] A forward pass is predicted to visit what the last one visited. As long as calls match, copies run ahead.
+A call that does not match (an evaluation with another head, a skipped layer, generation) ends the pass: from there on
+each visit is a program of its own, loaded on demand, and the prediction is learned anew. A backward is built from the
+visits that its forward really made, so it needs no prediction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.base.errors import StepError
+from headrace.base.events import EventLog
+from headrace.executor.actions import Actions
+from headrace.executor.executor import Executor, Walk
+from headrace.executor.inputs import InputStore, SavedInput
+from headrace.executor.sink import Sink
+from headrace.model.parked import lease, repark
+from headrace.model.visit import BlockVisit
+from headrace.schedule import build
+from headrace.schedule.build import ROWS, Visit
+from headrace.schedule.op import Program
+from headrace.spec.model import BLOCK, REST, TILE, ModelSpec
+from headrace.spec.placement import DEVICE, Placement
+from headrace.store.regions import Regions, typed
+
+SMALLEST_STASH = 1 << 16
+"""Bytes below which a saved input is not worth a copy."""
+
+
+@dataclass(eq=False)
+class Pass:
+    """One forward through the model, and what its backward needs."""
+
+    training: bool
+    visits: list[Visit] = field(default_factory=list)
+    inputs: dict[int, SavedInput] = field(default_factory=dict)
+    seen: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
+    """Argument tensors of earlier visits: what several blocks share is kept on the device once."""
+    departed: bool = False
+    micro_batches: int = 1
+    """Calls that meet at each of its visits."""
+
+
+class Stream:
+    """Leases weights for forward and backward visits, on one walk at a time."""
+
+    def __init__(
+        self, placement: Placement, regions: Regions, executor: Executor, actions: Actions,
+        inputs: InputStore, sink: Sink, predicted: list[Visit], rows: int | None, recompute: bool, events: EventLog,
+    ) -> None:  # fmt: skip
+        self.placement, self.regions = placement, regions
+        self.executor, self.actions, self.inputs, self.sink = executor, actions, inputs, sink
+        self.device, self.rows, self.recompute, self.events = regions.device, rows, recompute, events
+        self.slots: tuple[int | None, ...] = (None,) * placement.slots
+        self.early: Callable[[Pass], dict[str, Any] | None] = lambda pass_: None
+        """Given a pass whose backward begins: notes for updates inside it, or None when they must wait for step()."""
+        self.grad_place = ""
+        """Where the backward visit under way puts its gradients: a gradient slot, or "" for the unit's own region."""
+        self.ended: Callable[[], None] = lambda: None
+        """Called when a whole backward is over."""
+        self.updates = 0
+        """Times that step() changed weights."""
+        self.held: set[int] = set()
+        """Units that hold gradients which no update has used yet."""
+        self._predicted = {True: predicted, False: [v for v in predicted if v.kind != TILE]}
+        self._pass: Pass | None = None
+        self._walk: Walk | None = None
+        self._backward: Pass | None = None
+        self._early_notes: dict[str, Any] | None = None
+        self._live: weakref.WeakSet[Pass] = weakref.WeakSet()
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.regions.spec
+
+    def predicted(self, training: bool) -> list[Visit]:
+        """The visits that the next pass is expected to make."""
+        return self._predicted[training]
+
+    def forget_slots(self) -> None:
+        """Weights were written from outside: whatever a slot holds may be stale."""
+        self.abandon()
+        self.slots = (None,) * self.placement.slots
+
+    # -- what a block's visit asks for (model.visit.Stream) ---------------------------------------------------------
+
+    @contextlib.contextmanager
+    def leased(self, visit: BlockVisit, backward: bool) -> Iterator[None]:
+        block = visit.block
+        if backward:
+            entered = self.backward(visit.saved.pass_, visit.number)
+        else:
+            entered = self.forward(block.unit, BLOCK, True, visit.needs_grad)
+        with entered as region, self.pointed(block.unit, block.parameters, region):
+            if backward:
+                with self.sink.collecting(self.spec.units[block.unit], block.parameters, self.grad_place, visit.runs) as end:
+                    yield
+                    self.note(visit.number, end())
+            else:
+                visit.number, visit.saved = self.number, Saved(self.current)
+                self.current.micro_batches = max(self.current.micro_batches, len(visit.calls))
+                yield
+
+    @contextlib.contextmanager
+    def pointed(self, unit: int, parameters: Sequence[Any], region: Tensor) -> Iterator[None]:
+        """The unit's parameters, in layout order, point into `region` inside."""
+        views = typed(region, self.spec.units[unit].weights)
+        try:
+            for parameter, view in zip(parameters, views, strict=True):
+                lease(parameter, view)
+            yield
+        finally:
+            for parameter in parameters:
+                repark(parameter)
+
+    def stash(self, visit: BlockVisit, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+        pass_: Pass = visit.saved.pass_
+        if not self.placement.offload or not visit.needs_grad:
+            return list(tensors)
+        sent, kept = [], list[Tensor | None](tensors)
+        for index, tensor in enumerate(tensors):
+            known = pass_.seen.get(id(tensor))
+            new = known is None or known() is not tensor
+            pass_.seen[id(tensor)] = weakref.ref(tensor)
+            if new and tensor.requires_grad and tensor.is_floating_point() and tensor.nbytes >= SMALLEST_STASH:
+                sent.append(tensor)
+                kept[index] = None
+        if sent:
+            record = SavedInput.of(sent)
+            if visit.number == self._first_block(pass_):
+                self.inputs.reserve(sum(v.kind == BLOCK for v in self._predicted[True]), record.nbytes)
+            visit.saved.record = pass_.inputs[visit.number] = record
+            pass_.visits[visit.number] = Visit(visit.block.unit, BLOCK, True, saves_input=True)
+        return kept
+
+    def _first_block(self, pass_: Pass) -> int:
+        return next((n for n, visit in enumerate(pass_.visits) if visit.kind == BLOCK), -1)
+
+    def fetch(self, visit: BlockVisit, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        record: SavedInput | None = visit.saved.record
+        loaded = iter(record.loaded or record.waiting if record is not None else ())
+        return [next(loaded) if tensor is None else tensor for tensor in tensors]
+
+    def tell_once(self, key: str, kind: str, text: str) -> None:
+        self.events.once(key, kind, text)
+
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def forward(self, unit: int, kind: str, training: bool, grad: bool) -> Iterator[Tensor]:
+        """The next forward visit: its weights (flat uint8) inside. `unit` is a matrix's index for a visit of rows;
+        `training`: the model was called with gradients on; `grad`: this visit will have a backward."""
+        walk = self._arrive(unit, kind, training)
+        assert self._pass is not None
+        self._pass.visits.append(Visit(unit, kind, grad))
+        if grad:
+            self._live.add(self._pass)
+        try:
+            op = walk.reach()
+            yield self._region(op.place, unit, kind)
+        except BaseException:
+            self.abandon()
+            raise
+        walk.leave()
+        if walk.expected is None:
+            walk.finish()
+            self.slots, self._walk = walk.program.slots_after, None
+
+    def _region(self, place: str, unit: int, kind: str) -> Tensor:
+        if kind == ROWS:
+            return self.regions.device_arena.empty
+        if place == "r":
+            return self.regions.resident(unit)
+        return self.regions.places[place][: self.spec.units[unit].weights.nbytes]
+
+    def _arrive(self, unit: int, kind: str, training: bool) -> Walk:
+        """The walk whose next compute op is this visit."""
+        if self._backward is not None:
+            self.abandon()
+        current = self._pass
+        if self._walk is not None and current is not None and current.training == training:
+            expected = self._expected()
+            if expected is not None and (expected.unit, expected.kind) == (unit, kind):
+                return self._walk
+        predicted = self._predicted[training]
+        starts = bool(predicted) and (predicted[0].unit, predicted[0].kind) == (unit, kind)
+        if starts or current is None or current.training != training:
+            self._end_forward()
+            self._pass = Pass(training)
+            visits = predicted if starts else [Visit(unit, kind)]
+            self._pass.departed = not starts
+        else:
+            self._depart(current, unit, kind)
+            visits = [Visit(unit, kind)]
+        if self.placement.offload and training:
+            visits = [Visit(v.unit, v.kind, v.grad, saves_input=v.kind == BLOCK) for v in visits]
+        offset = len(self._pass.visits) if self._pass is not None else 0
+        return self._start(build.forward(self.spec, self.placement, visits, self.slots), visits, offset)
+
+    def _start(self, program: Program, visits: list[Visit], offset: int) -> Walk:
+        assert self._pass is not None
+        self._route, self._offset = visits, offset
+        self._walk = self.executor.start(program, {"inputs": _Shifted(self._pass.inputs, offset)})
+        return self._walk
+
+    def _expected(self) -> Visit | None:
+        op = self._walk.expected if self._walk is not None else None
+        return self._route[op.visit] if op is not None else None
+
+    def _depart(self, current: Pass, unit: int, kind: str) -> None:
+        if self._walk is not None:
+            self._abandon_walk()
+        current.departed = True
+        self.events.once("depart", "on demand", "the calls left the expected order; that pass loads weights on demand",
+                         visit=len(current.visits), unit=unit, kind=kind)  # fmt: skip
+
+    def _end_forward(self) -> None:
+        """The pass is over; what it visited is what the next one is expected to visit."""
+        if self._walk is not None:
+            self._abandon_walk()
+        if self._pass is not None and self._pass.visits:
+            self._predicted[self._pass.training] = [Visit(v.unit, v.kind) for v in self._pass.visits]
+        self._pass = None
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def backward(self, pass_: Pass, number: int) -> Iterator[Tensor]:
+        """The backward of visit `number` of a pass: its weights (flat uint8) inside."""
+        walk = self._arrive_backward(pass_, number)
+        visit = pass_.visits[number]
+        try:
+            op = walk.reach()
+            weights, _, self.grad_place = op.place.partition(">")
+            yield self._region(weights, visit.unit, visit.kind)
+        except BaseException:
+            self.abandon()
+            raise
+        self.held.update(unit for unit in build.contributes(self.spec, visit) if self.spec.units[unit].trained.entries)
+        walk.leave()
+        if walk.expected is None:
+            walk.finish()
+            self.slots, self._walk = walk.program.slots_after, None
+
+    def _arrive_backward(self, pass_: Pass, number: int) -> Walk:
+        if self._backward is None:
+            self._end_forward()
+            if self._early_notes is not None:
+                raise StepError(
+                    "a second backward came although updates of this step have begun",
+                    "accumulation= declares fewer backward calls per step",
+                    "Declare the right accumulation, or leave it out",
+                )
+            self._early_notes = self.early(pass_) if self._live_passes() == 1 else None
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[no-untyped-call]
+        if self._walk is not None and self._backward is pass_:
+            expected = self._walk.expected
+            if expected is not None and expected.visit == number:
+                return self._walk
+        if self._walk is not None:
+            self._abandon_walk()
+        self._backward = pass_
+        early = self.early_units() if self._early_notes is not None else ()
+        program = build.backward(
+            self.spec, self.placement, pass_.visits[: number + 1], self.slots, frozenset(self.held), early
+        )
+        notes = {"inputs": pass_.inputs, **(self._early_notes or {})}
+        self._walk = self.executor.start(program, notes)
+        return self._walk
+
+    def _live_passes(self) -> int:
+        return len(self._live)
+
+    def early_units(self) -> list[int]:
+        """Units whose update runs inside a backward that is the last of its step."""
+        return [unit.index for unit in self.spec.units if unit.kind in (BLOCK, TILE)]
+
+    def note(self, number: int, value: Any) -> None:
+        """Tell the ops that follow a backward visit what it produced."""
+        assert self._walk is not None
+        self._walk.notes[number] = value
+
+    @property
+    def current(self) -> Pass:
+        """The pass that forward visits belong to."""
+        assert self._pass is not None
+        return self._pass
+
+    @property
+    def number(self) -> int:
+        """The position of the forward visit under way."""
+        return len(self.current.visits) - 1
+
+    def _end_backward(self) -> None:
+        """Autograd calls this when the whole backward is over."""
+        if self._walk is not None:
+            self._abandon_walk()
+        if self._backward is not None:
+            self._live.discard(self._backward)
+        self._backward = None
+        for unit in self.spec.units:
+            if unit.kind == REST and any(self.sink.rest_present):
+                self.held.add(unit.index)
+                self.executor.publish(f"backward:u{unit.index}")
+                if self.placement.state[unit.index] == DEVICE:
+                    self.executor.publish(f"grads:u{unit.index}")
+        self.ended()
+
+    # -- ends -------------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> dict[str, Any] | None:
+        """step() was called: end the pass. Returns the notes of updates that ran inside the backward, if any did."""
+        self._end_forward()
+        notes, self._early_notes = self._early_notes, None
+        if notes is not None:
+            self.held -= set(self.early_units())
+        return notes
+
+    def _abandon_walk(self) -> None:
+        assert self._walk is not None
+        walk, self._walk = self._walk, None
+        walk.abandon()
+        self.slots = (None,) * self.placement.slots
+
+    def abandon(self) -> None:
+        """Give up whatever pass is under way; the next call starts afresh."""
+        if self._walk is not None:
+            self._abandon_walk()
+        self._backward = None
+        self._pass = None
+
+
+@dataclass(eq=False)
+class Saved:
+    """What a visit remembers of its pass."""
+
+    pass_: Pass
+    record: SavedInput | None = None
+
+
+class _Shifted(dict[int, SavedInput]):
+    """A pass's inputs for a program that began in the middle of it: its visit 0 is the pass's visit `offset`."""
+
+    def __init__(self, inputs: dict[int, SavedInput], offset: int) -> None:
+        super().__init__()
+        self._inputs, self._offset = inputs, offset
+
+    def get(self, visit: int, default: Any = None) -> Any:
+        return self._inputs.get(visit + self._offset, default)

@@ -1,0 +1,177 @@
+"""What stands at `module.forward` of a taken-over module."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from headrace.base.errors import StepError
+from headrace.executor import embedding, head
+from headrace.executor.stream import Stream
+from headrace.executor.window import meet
+from headrace.loss.lazy import LazyLogits
+from headrace.loss.linear_cross_entropy import reduce_losses
+from headrace.loss.tiled import HeadSpec
+from headrace.model.containers import containers, leaves, write_back
+from headrace.model.surroundings import Autocast, cache_class, record_outside
+from headrace.model.visit import Block, BlockVisit, Call, VisitFunction, check_caches
+from headrace.spec.model import BLOCK
+
+_BATCH = threading.local()
+
+
+class Taken:
+    """A callable in place of a module's forward. It belongs to one model: no copies, no pickles."""
+
+    def __init__(self, stream: Stream, module: nn.Module) -> None:
+        self.stream, self.module = stream, module
+        self.own = module.__dict__.get("forward")
+        """What the module's instance had in this place before (a hook of another library), or None."""
+
+    def install(self) -> None:
+        self.module.forward = self  # type: ignore[assignment]
+
+    def remove(self) -> None:
+        if self.own is not None:
+            self.module.forward = self.own
+        else:
+            self.module.__dict__.pop("forward", None)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        self._refuse("copied")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self._refuse("pickled")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise StepError(
+            f"a model that Headrace streams cannot be {what}",
+            "its weights live in host memory and on disk",
+            "Use model.save_pretrained(folder) or model.state_dict(), or headrace.unwrap(model) first",
+        )
+
+
+class TakenBlock(Taken):
+    """A block."""
+
+    def __init__(self, stream: Stream, block: Block) -> None:
+        super().__init__(stream, block.module)
+        self.block = block
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stream, block = self.stream, self.block
+        if not torch.is_grad_enabled():
+            with (
+                stream.forward(block.unit, BLOCK, False, False) as region,
+                stream.pointed(block.unit, block.parameters, region),
+                Autocast.now(stream.device)(),
+            ):
+                return block.original(*args, **kwargs)
+        args, kwargs = check_caches(args, kwargs, cache_class())
+        return meet(("block", id(block)), Call(args, kwargs, current_batch()), self._visit_all)()
+
+    def _visit_all(self, calls: list[Call]) -> list[Callable[[], Any]]:
+        """One visit for these calls. What it gives each caller finishes the call in the caller's own thread."""
+        visit = BlockVisit(self.stream, self.block, calls)
+        tensors = [tensor for call in calls for tensor in call.packed.tensors]
+        trained = any(parameter.requires_grad for parameter in self.block.trained)
+        visit.needs_grad = trained or any(tensor.requires_grad for tensor in tensors)
+        results = VisitFunction.apply(visit, torch.zeros((), requires_grad=trained), *tensors)
+        ends, start = [], 0
+        for call in calls:
+            ends.append(_finisher(call, results[start : start + call.results]))
+            start += call.results
+        return ends
+
+    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+def _finisher(call: Call, results: tuple[Tensor, ...]) -> Callable[[], Any]:
+    def finish() -> Any:
+        assert call.product is not None
+        result, changes, recorded = call.product.rebuild(list(results))
+        write_back(containers(call.given), changes)
+        record_outside(recorded)
+        call.forget_arguments()
+        return result
+
+    return finish
+
+
+class TakenEmbeddingCall(Taken):
+    """An embedding."""
+
+    def __init__(self, stream: Stream, taken: embedding.TakenEmbedding) -> None:
+        super().__init__(stream, taken.module)
+        self.taken = taken
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        result: Tensor = meet(
+            ("embedding", id(self.taken)), ids, lambda items: embedding.embed(self.stream, self.taken, items)
+        )
+        return result
+
+    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+class TakenHeadCall(Taken):
+    """The output head. `lazy`: the model's loss function is ours, so logits are only built for who looks at them."""
+
+    def __init__(self, stream: Stream, taken: head.TakenHead, lazy: bool) -> None:
+        super().__init__(stream, taken.module)
+        self.taken, self.lazy = taken, lazy
+
+    def __call__(self, hidden: Tensor) -> Any:
+        if not self.lazy:
+            return self._logits(hidden)
+        kind = self.stream.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        updates = self.stream.updates
+
+        def compute() -> Tensor:
+            if self.stream.updates != updates:
+                text = "logits were asked for after the weights had been updated: they are those of the new weights"
+                self.stream.tell_once("late logits", "logits", text)
+            return self._logits(hidden)
+
+        return LazyLogits(hidden, compute, self.taken.module.out_features, dtype)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        result: Tensor = meet(
+            ("logits", id(self.taken)), hidden, lambda items: [head.logits(self.stream, self.taken, h) for h in items]
+        )
+        return result
+
+    def loss(self, lazy: LazyLogits, labels: Tensor, spec: HeadSpec, num_items: Any) -> Tensor:
+        """The causal loss of logits that are never built: labels (N,) flat and shifted."""
+        hidden = lazy.hidden.reshape(-1, lazy.hidden.shape[-1])
+        item = (hidden, labels, spec, lazy.head_dtype)
+        losses, count = meet(("loss", id(self.taken)), item, self._losses)
+        return reduce_losses(losses, count, "mean", num_items)
+
+    def _losses(self, items: list[tuple[Tensor, Tensor, HeadSpec, torch.dtype]]) -> list[tuple[Tensor, int]]:
+        hidden, labels, specs, dtypes = (list(part) for part in zip(*items, strict=True))
+        return head.losses(self.stream, self.taken, hidden, labels, specs, dtypes[0])
+
+    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+def note_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The root was called: remember the batch size of this thread's forward."""
+    for name in ("input_ids", "inputs_embeds", "decoder_input_ids", "pixel_values"):
+        value = kwargs.get(name)
+        if isinstance(value, Tensor) and value.dim() > 0:
+            _BATCH.size = value.shape[0]
+            return
+    tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    _BATCH.size = tensors[0].shape[0] if tensors else None
+
+
+def current_batch() -> int | None:
+    """Rows of the forward under way in this thread; None when unknown."""
+    size: int | None = getattr(_BATCH, "size", None)
+    return size

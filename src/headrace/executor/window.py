@@ -1,0 +1,170 @@
+"""Lockstep micro-batches: each runs the user's own forward in its own thread, and all meet at each block.
+
+[Note: The baton] One thread runs at a time. A thread that reaches a block leaves its call and hands the baton on; when
+all have left theirs, the last one runs the joint visit for all, on one load of the weights. So the user's code sees
+ordinary sequential execution, and micro-batches of any shape need no merging. Hand-over is one semaphore per thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.base.errors import StepError
+
+Joint = Callable[[list[Any]], list[Any]]
+
+_PARTICIPANT: contextvars.ContextVar[tuple[Window, int] | None] = contextvars.ContextVar("headrace_window", default=None)
+
+
+class _Released(BaseException):
+    """Another micro-batch failed: this one ends where it stands."""
+
+
+def accumulate(fn: Callable[[Any], Tensor], micro_batches: Iterable[Any]) -> Tensor:
+    """The sum of `fn(micro_batch)` over a window of micro-batches that pass each block on one load of its weights.
+
+    `fn` runs the model and returns a loss, already divided as it should count (for token means: by the window's label
+    count, not the micro-batch's). Call `backward()` once on the result. Raises what any `fn` raises.
+    """
+    batches = list(micro_batches)
+    if not batches:
+        raise StepError("accumulate was given no micro-batch", "0 micro-batches", "Give at least one")
+    if _PARTICIPANT.get() is not None:
+        raise StepError("accumulate was called inside accumulate", "", "Use one window per optimizer step")
+    if len(batches) == 1:
+        return _checked(fn(batches[0]))
+    losses = Window(fn, batches).run()
+    total = losses[0]
+    for loss in losses[1:]:
+        total = total + loss
+    return total
+
+
+def _checked(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor):
+        raise StepError("fn returned no tensor", f"got {type(loss).__name__}", "Return the loss of the micro-batch")
+    return loss
+
+
+def meet(key: Any, item: Any, joint: Joint) -> Any:
+    """Outside a window: `joint([item])[0]`. Inside: wait for the other micro-batches, then the result for this one."""
+    participant = _PARTICIPANT.get()
+    if participant is None:
+        return joint([item])[0]
+    window, number = participant
+    return window.meet(number, key, item, joint)
+
+
+class Window:
+    """One window of micro-batches."""
+
+    def __init__(self, fn: Callable[[Any], Tensor], batches: Sequence[Any]) -> None:
+        self._fn, self._batches = fn, batches
+        count = len(batches)
+        self._turns = [threading.Semaphore(0) for _ in range(count)]
+        self._waiting: dict[int, tuple[Any, Any, Joint]] = {}
+        self._results: dict[int, Any] = {}
+        self._running = set(range(count))
+        self._losses: dict[int, Tensor] = {}
+        self._error: BaseException | None = None
+        self._state = _ThreadState()
+
+    def run(self) -> list[Tensor]:
+        """All micro-batches; the losses in their order."""
+        threads = [
+            threading.Thread(target=contextvars.copy_context().run, args=(self._participate, number), daemon=True,
+                             name=f"headrace-micro-batch-{number}")
+            for number in range(len(self._batches))
+        ]  # fmt: skip
+        for thread in threads:
+            thread.start()
+        self._turns[0].release()
+        try:
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(0.5)  # returns often enough for Ctrl-C
+        except BaseException as error:
+            self._error = self._error or error
+            for thread in threads:
+                thread.join()
+        if self._error is not None:
+            raise self._error
+        return [self._losses[number] for number in range(len(self._batches))]
+
+    def _participate(self, number: int) -> None:
+        _PARTICIPANT.set((self, number))
+        self._turns[number].acquire()
+        try:
+            if self._error is None:
+                with self._state.entered():
+                    self._losses[number] = _checked(self._fn(self._batches[number]))
+        except _Released:
+            pass
+        except BaseException as error:
+            self._error = self._error or error
+        finally:
+            self._running.discard(number)
+            self._pass_on(number)
+
+    def meet(self, number: int, key: Any, item: Any, joint: Joint) -> Any:
+        self._waiting[number] = (key, item, joint)
+        self._pass_on(number)
+        self._turns[number].acquire()
+        if self._error is not None:
+            raise _Released
+        return self._results.pop(number)
+
+    def _pass_on(self, number: int) -> None:
+        """Hand the baton to the next that can run; when all wait at a block, run it for them first."""
+        if self._error is not None:
+            self._waiting.clear()
+        ready = [n for n in sorted(self._running) if n not in self._waiting]
+        if not ready and self._waiting:
+            try:
+                self._run_joint()
+            except BaseException as error:
+                self._error = self._error or error
+                self._waiting.clear()
+            ready = sorted(self._running)
+        if ready:
+            later = [n for n in ready if n > number]
+            self._turns[(later or ready)[0]].release()
+
+    def _run_joint(self) -> None:
+        """Visits for all that wait: one for those that stand at the same place, others in their order."""
+        groups: dict[Any, list[int]] = {}
+        for number, (key, _, _) in sorted(self._waiting.items()):
+            groups.setdefault(key, []).append(number)
+        for numbers in groups.values():
+            joint = self._waiting[numbers[0]][2]
+            with self._state.entered():
+                results = joint([self._waiting[n][1] for n in numbers])
+            self._results.update(zip(numbers, results, strict=True))
+        self._waiting.clear()
+
+
+class _ThreadState:
+    """torch keeps grad mode, autocast, default device and CUDA stream per thread; new threads get the caller's."""
+
+    def __init__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+        kinds = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+        self._autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
+        self._cached = torch.is_autocast_cache_enabled()
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
+
+    def entered(self) -> contextlib.ExitStack:
+        stack = contextlib.ExitStack()
+        stack.enter_context(torch.set_grad_enabled(self._grad))
+        if self._stream is not None:
+            stack.enter_context(torch.cuda.stream(self._stream))
+        for kind, enabled, dtype in self._autocast:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._cached))
+        return stack

@@ -1,0 +1,103 @@
+"""Find the stacks of blocks in a model: lists of two or more modules that are called one after the other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from headrace.base.errors import ModelError, OptionError
+
+SMALLEST_SHARE = 0.01
+"""A stack with a smaller share of the model's parameters than this stays resident."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Blocks that follow each other. A stack may mix classes, and may hold one module several times."""
+
+    name: str
+    """The list's name in the model, such as "model.layers"."""
+    blocks: tuple[nn.Module, ...]
+
+    def __str__(self) -> str:
+        classes = Counter(type(block).__name__ for block in self.blocks)
+        return f"{self.name or '(root)'}: " + ", ".join(f"{n} x {name}" for name, n in classes.items())
+
+
+def find_blocks(model: nn.Module, blocks: str | Sequence[str] | Sequence[nn.Module] | None = None) -> list[Stack]:
+    """The stacks of `model`, in definition order.
+
+    `blocks` overrides the search: names of lists ("encoder.layers") or the blocks themselves. Raises ModelError when
+    nothing is found, saying what was looked for.
+    """
+    if blocks is not None:
+        return _named(model, [blocks] if isinstance(blocks, str) else list(blocks))
+    total = _size(model) or 1
+    stacks = [stack for stack in _search(model, "") if sum(map(_size, stack.blocks)) >= SMALLEST_SHARE * total]
+    if stacks:
+        return stacks
+    seen = [
+        f"{name or '(root)'} ({type(module).__name__} of {len(module)})"
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.ModuleList, nn.Sequential))
+    ]
+    raise ModelError(
+        f"no stack of blocks was found in {type(model).__name__}",
+        "looked for a ModuleList or Sequential of two or more modules with parameters"
+        + (f"; saw {', '.join(seen[:6])}" if seen else "; the model holds no ModuleList and no Sequential"),
+        "Name the list with blocks='path.to.layers', or pass the modules themselves",
+    )
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _children(module: nn.Module) -> list[nn.Module]:
+    """Children in order, repeated ones repeated."""
+    return [child for child in module._modules.values() if child is not None and any(True for _ in child.parameters())]
+
+
+def _search(module: nn.Module, name: str) -> list[Stack]:
+    below = [
+        stack
+        for child_name, child in module.named_children()
+        for stack in _search(child, f"{name}.{child_name}" if name else child_name)
+    ]
+    children = _children(module)
+    if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(children) < 2:
+        return below
+    # A list whose members are alike is the stack, whatever lists lie inside them. One of unlike members (a Sequential
+    # of embedding, body and head) is only a stack when no better one lies below it.
+    alike = Counter(type(child) for child in children).most_common(1)[0][1] >= 2
+    if below and not alike and 2 * sum(_size(b) for stack in below for b in stack.blocks) > _size(module):
+        return below
+    return [Stack(name, tuple(children))]
+
+
+def _named(model: nn.Module, wanted: list[str] | list[nn.Module]) -> list[Stack]:
+    names = {id(module): name for name, module in model.named_modules()}
+    modules = [item for item in wanted if isinstance(item, nn.Module)]
+    for module in modules:
+        if id(module) not in names:
+            raise OptionError(
+                "blocks names a module outside the model", f"got a {type(module).__name__}", "Pass modules of the model"
+            )
+    stacks = [Stack("blocks", tuple(modules))] if modules else []
+    for item in wanted:
+        if isinstance(item, str):
+            try:
+                found = model.get_submodule(item)
+            except AttributeError:
+                lists = [n for n, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
+                raise OptionError(
+                    f"blocks names {item!r}, which the model does not have", f"lists: {', '.join(lists[:8]) or 'none'}",
+                    "Use one of these names",
+                ) from None  # fmt: skip
+            stacks.append(Stack(item, tuple(_children(found))))
+    if not any(stack.blocks for stack in stacks):
+        raise OptionError("blocks is empty", f"got {wanted!r}", "Name a list of modules with parameters")
+    return stacks

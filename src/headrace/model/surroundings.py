@@ -1,0 +1,118 @@
+"""What a recomputed forward must find again: random state, autocast, buffers, and the outputs that hooks recorded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """Random state of the CPU and of one CUDA device."""
+
+    cpu: Tensor
+    cuda: Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> RandomState:
+        return cls(torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
+
+    def restore(self, device: torch.device) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, device)
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """Autocast as it stood when a call was made. Its weight cache stays off: it would hold copies of freed slots."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls, device: torch.device) -> Autocast:
+        kind = device.type
+        return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
+    def __call__(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
+
+
+class Buffers:
+    """A module's buffers. A forward that changes them is run twice, but must change them once."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._owners = [(owner, name) for owner in module.modules() for name in owner._buffers]
+        self.change = False
+        """A forward was seen to change some."""
+
+    def values(self) -> list[Tensor | None]:
+        """Copies of all buffers."""
+        return [None if (b := owner._buffers[name]) is None else b.detach().clone() for owner, name in self._owners]
+
+    def marks(self) -> list[tuple[int, int]]:
+        """Cheap marks that differ after a change."""
+        return [(id(b), 0 if b is None else b._version) for b in (owner._buffers[name] for owner, name in self._owners)]
+
+    @contextlib.contextmanager
+    def as_of(self, values: list[Tensor | None] | None) -> Iterator[None]:
+        """Run a recompute with the buffers of its forward; afterwards they are as they were."""
+        if not self.change or values is None:
+            yield
+            return
+        current = [(owner, name, owner._buffers[name]) for owner, name in self._owners]
+        for (owner, name, _), value in zip(current, values, strict=True):
+            owner._buffers[name] = None if value is None else value.clone()
+        try:
+            yield
+        finally:
+            for owner, name, buffer in current:
+                owner._buffers[name] = buffer
+
+
+def _collector() -> Any:
+    """transformers' variable for outputs that hooks record (router logits, attentions); None without transformers."""
+    import sys
+
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    return getattr(capturing, "_active_collector", None) if capturing is not None else None
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[dict[Any, list[Any]] | None]:
+    """Give hooks inside a block a private collector, so that what they record can become outputs of the block."""
+    variable = _collector()
+    outer = variable.get() if variable is not None else None
+    if outer is None:
+        yield None
+        return
+    private: dict[Any, list[Any]] = {key: [] for key, values in outer.items() if isinstance(values, list)}
+    token = variable.set(private)
+    try:
+        yield private
+    finally:
+        variable.reset(token)
+
+
+def record_outside(recorded: dict[Any, list[Any]] | None) -> None:
+    """Hand what a block recorded, now attached to the graph, to the collector of the outer forward."""
+    variable = _collector()
+    outer = variable.get() if variable is not None and recorded else None
+    if outer is not None and recorded is not None:
+        for key, values in recorded.items():
+            outer[key].extend(values)
+
+
+def cache_class() -> type | None:
+    """transformers' Cache, if transformers is in use."""
+    import sys
+
+    module = sys.modules.get("transformers.cache_utils")
+    return getattr(module, "Cache", None) if module is not None else None

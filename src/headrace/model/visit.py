@@ -1,0 +1,374 @@
+"""One visit of a block: all its calls of a window run on one load of its weights, forward and backward.
+
+The visit is one node of the user's autograd graph. Its inputs are all tensors found in the calls' arguments and an
+anchor that requires a gradient when a weight does; its outputs are the blocks' results, what the block wrote into
+containers it was given, and what hooks inside it recorded. The forward keeps no graph: the backward recomputes it from
+the saved arguments under the same random state, autocast and buffers, and differentiates locally.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from headrace.base.errors import ModelError, StepError
+from headrace.model import containers, rows
+from headrace.model.containers import Packed
+from headrace.model.surroundings import Autocast, Buffers, RandomState, recording
+
+
+@dataclass(eq=False)
+class Block:
+    """A module whose forward is taken over, with what is known about it."""
+
+    unit: int
+    name: str
+    module: nn.Module
+    original: Callable[..., Any]
+    parameters: list[nn.Parameter]
+    """Those of its unit, in the order of the unit's layout."""
+    shared: list[nn.Parameter] = field(default_factory=list)
+    """Parameters inside it that other modules use too: they stay resident, outside its unit."""
+    buffers: Buffers = field(init=False)
+    inputs_change: bool | None = None
+    """Its forward writes into its arguments; None until the first call has shown it."""
+    row_plans: dict[Any, rows.RowPlan | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.buffers = Buffers(self.module)
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in (*self.parameters, *self.shared) if parameter.requires_grad]
+
+
+class Stream(Protocol):
+    """What a visit needs from the executor."""
+
+    device: torch.device
+    rows: int | None
+    recompute: bool
+
+    def leased(self, visit: BlockVisit, backward: bool) -> contextlib.AbstractContextManager[None]:
+        """The block's parameters point at its weights inside; gradients are collected in a backward."""
+
+    def stash(self, visit: BlockVisit, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+        """Send some argument tensors to wait elsewhere until the backward; None in place of each of them."""
+
+    def fetch(self, visit: BlockVisit, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        """All argument tensors again, inside the lease of the backward."""
+
+    def tell_once(self, key: str, kind: str, text: str) -> None: ...
+
+
+@dataclass
+class Slice:
+    """One run of a call: its rows (None: all), and what its recompute must find again."""
+
+    bounds: tuple[int, int] | None
+    random: RandomState
+    buffers: list[Tensor | None] | None
+    kept: tuple[list[Tensor], list[Tensor]] | None = None
+    """(inputs, outputs) of its graph, when activations are kept instead of recomputed."""
+
+
+class Call:
+    """One call of the block by one micro-batch."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int | None) -> None:
+        self.given = (args, kwargs)
+        self.packed = Packed(self.given)
+        self.batch = batch
+        self.slices: list[Slice] = []
+        self.plan: rows.RowPlan | None = None
+        self.results = 0
+        """How many tensors its result holds."""
+        self.product: Packed | None = None
+        """The result's shape, with the changes to containers and the recorded outputs beside it."""
+
+    def forget_arguments(self) -> None:
+        """Only the shape around the tensors is needed from now on."""
+        del self.given
+        self.packed.tensors = []
+
+
+class BlockVisit:
+    """The calls of one visit, and how to run them forward and backward."""
+
+    def __init__(self, stream: Stream, block: Block, calls: list[Call]) -> None:
+        self.stream, self.block, self.calls = stream, block, calls
+        self.autocast = Autocast.now(stream.device)
+        self.counts = [len(call.packed.tensors) for call in calls]
+        self.needs_grad = True
+        """Its node will be part of a graph."""
+        self.number = -1
+        """Its position in the pass, given by the executor."""
+        self.saved: Any = None
+        """The executor's record of inputs that wait in host memory."""
+
+    @property
+    def runs(self) -> int:
+        """How many local backwards give gradients to the block's weights."""
+        return sum(len(call.slices) for call in self.calls)
+
+    # -- forward -------------------------------------------------------------------------------------------------
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """All calls; returns their result tensors, one call after the other."""
+        results: list[Tensor] = []
+        start = 0
+        for call, count in zip(self.calls, self.counts, strict=True):
+            results += self._forward_call(call, list(tensors[start : start + count]))
+            start += count
+        return results
+
+    def _forward_call(self, call: Call, tensors: list[Tensor]) -> list[Tensor]:
+        call.plan = self._plan(call, tensors)
+        step = self.stream.rows or 0
+        bounds = (
+            [(a, min(a + step, call.batch)) for a in range(0, call.batch, step)] if call.plan and call.batch else [None]
+        )
+        products = []
+        for bound in bounds:
+            inputs = tensors if bound is None or call.plan is None else rows.take(tensors, call.plan.inputs, *bound)
+            products.append(self._run_slice(call, bound, inputs))
+        call.product = products[0]
+        if len(products) == 1:
+            results = products[0].tensors
+        else:
+            assert call.plan is not None
+            parts = zip(*(product.tensors for product in products), strict=True)
+            results = [
+                part[0] if dim is None else torch.cat(part, dim)
+                for part, dim in zip(parts, call.plan.outputs, strict=True)
+            ]
+        given = {id(tensor) for tensor in tensors}
+        results = [result.detach() if id(result) in given else result for result in results]
+        call.product.tensors, call.results = [], len(results)
+        return results
+
+    def _run_slice(self, call: Call, bound: tuple[int, int] | None, inputs: list[Tensor]) -> Packed:
+        buffers = self.block.buffers
+        slice_ = Slice(bound, RandomState.now(self.stream.device), buffers.values())
+        marks = buffers.marks()
+        if self.stream.recompute:
+            product = self._guarded(call, inputs)
+        else:
+            leaves = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
+            with torch.enable_grad():
+                product = self._guarded(call, leaves)
+            slice_.kept = (leaves, list(product.tensors))
+            product.tensors = [tensor.detach() for tensor in product.tensors]
+        buffers.change = buffers.change or buffers.marks() != marks
+        if not buffers.change:
+            slice_.buffers = None
+        call.slices.append(slice_)
+        return product
+
+    def _guarded(self, call: Call, inputs: list[Tensor]) -> Packed:
+        """Run once, and notice a forward that writes into its arguments: those get copies from then on."""
+        if self.block.inputs_change is False:
+            return self._run(call, inputs)
+        copies = [tensor.clone() for tensor in inputs]
+        versions = [copy._version for copy in copies]
+        product = self._run(call, copies)
+        if self.block.inputs_change is None:
+            self.block.inputs_change = versions != [copy._version for copy in copies]
+            if self.block.inputs_change:
+                text = f"{self.block.name} writes into its arguments; it is given copies"
+                self.stream.tell_once(f"inputs {self.block.name}", "copies", text)
+        back = {id(copy): tensor for copy, tensor in zip(copies, inputs, strict=True)}
+        if not self.block.inputs_change:
+            product.tensors = [back.get(id(tensor), tensor) for tensor in product.tensors]
+        return product
+
+    def _run(self, call: Call, tensors: list[Tensor]) -> Packed:
+        """The original forward on these tensors. Returns (result, changes to containers, recorded outputs), packed."""
+        args, kwargs = call.packed.rebuild(tensors)
+        found = containers.containers((args, kwargs))
+        before = containers.snapshot(found)
+        with self.autocast(), recording() as recorded:
+            result = self.block.original(*args, **kwargs)
+        return Packed((result, containers.written(before, found), recorded or {}))
+
+    def _plan(self, call: Call, tensors: list[Tensor]) -> rows.RowPlan | None:
+        if not self.stream.rows or not call.batch or call.batch <= self.stream.rows:
+            return None
+        shapes = tuple((tuple(t.shape), t.dtype) for t in tensors)
+        key = (call.batch, shapes, self.autocast)
+        if key not in self.block.row_plans:
+            plan = self._test_rows(call, tensors)
+            self.block.row_plans[key] = plan
+            if plan is None:
+                text = f"{type(self.block.module).__name__} runs whole: no test found which dimension holds the rows"
+                self.stream.tell_once(f"rows {type(self.block.module).__name__}", "rows", text)
+        return self.block.row_plans[key]
+
+    def _test_rows(self, call: Call, tensors: list[Tensor]) -> rows.RowPlan | None:
+        modes = [(module, module.training) for module in self.block.module.modules()]
+        random = RandomState.now(self.stream.device)
+        buffers = self.block.buffers
+        values, change, buffers.change = buffers.values(), buffers.change, True
+        self.block.module.eval()
+        try:
+            with torch.no_grad(), buffers.as_of(values):
+                assert call.batch is not None
+                return rows.find(lambda ts: self._run(call, [t.clone() for t in ts]).tensors, tensors, call.batch)
+        finally:
+            buffers.change = change
+            for module, mode in modes:
+                module.training = mode
+            random.restore(self.stream.device)
+
+    # -- backward ------------------------------------------------------------------------------------------------
+
+    def backward(
+        self, tensors: Sequence[Tensor], needs: Sequence[bool], grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Gradients of all argument tensors, in their order; weights' gradients go to whoever holds the lease."""
+        found: list[Tensor | None] = []
+        start, out = 0, 0
+        outer = RandomState.now(self.stream.device)
+        try:
+            for call, count in zip(self.calls, self.counts, strict=True):
+                stop, size = start + count, call.results
+                found += self._backward_call(call, tensors[start:stop], needs[start:stop], grads[out : out + size])
+                start, out = stop, out + size
+        finally:
+            outer.restore(self.stream.device)
+        return found
+
+    def _backward_call(
+        self, call: Call, tensors: Sequence[Tensor], needs: Sequence[bool], grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        dims = call.plan.inputs if call.plan else (None,) * len(tensors)
+        parts: list[list[Tensor | None]] = [[] for _ in tensors]
+        for number, slice_ in enumerate(call.slices):
+            inputs, outputs = self._graph(call, slice_, tensors, needs)
+            wanted = [
+                _slice_grad(grad, call, index, slice_.bounds, first=number == 0) for index, grad in enumerate(grads)
+            ]
+            pairs = [(o, g) for o, g in zip(outputs, wanted, strict=True) if g is not None and o.requires_grad]
+            leaves = [leaf for leaf in inputs if leaf.requires_grad]
+            targets = [*leaves, *self.block.trained]
+            if pairs and targets:
+                keep = slice_.kept is not None and _keeps_graph()
+                torch.autograd.backward(
+                    [o for o, _ in pairs], [g for _, g in pairs], retain_graph=keep, inputs=targets
+                )  # fmt: skip
+            for place, leaf in zip(parts, inputs, strict=True):
+                place.append(leaf.grad if leaf.requires_grad else None)
+                leaf.grad = None
+            if slice_.kept is not None and not _keeps_graph():
+                slice_.kept = None
+        bounds = [slice_.bounds for slice_ in call.slices]
+        return [_join(part, dim, like, bounds) for part, dim, like in zip(parts, dims, tensors, strict=True)]
+
+    def _graph(
+        self, call: Call, slice_: Slice, tensors: Sequence[Tensor], needs: Sequence[bool]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """(inputs, outputs) of one slice with the graph between them: kept, or recomputed now."""
+        if slice_.kept is not None:
+            return slice_.kept
+        if not self.stream.recompute:
+            raise StepError("a second backward through kept activations", "they were freed", "Use retain_graph=True")
+        inputs = list(tensors)
+        if slice_.bounds is not None and call.plan is not None:
+            inputs = rows.take(tensors, call.plan.inputs, *slice_.bounds)
+        leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
+        slice_.random.restore(self.stream.device)
+        with torch.enable_grad(), self.block.buffers.as_of(slice_.buffers):
+            arguments = [leaf.clone() for leaf in leaves] if self.block.inputs_change else leaves
+            product = self._run(call, arguments)
+        return leaves, product.tensors
+
+
+def _slice_grad(
+    grad: Tensor | None, call: Call, index: int, bounds: tuple[int, int] | None, first: bool
+) -> Tensor | None:
+    if grad is None or bounds is None or call.plan is None:
+        return grad
+    dim = call.plan.outputs[index]
+    if dim is None:  # all slices gave the same output: its gradient belongs to one of them
+        return grad if first else None
+    assert call.batch is not None
+    scale = grad.shape[dim] // call.batch
+    return grad.narrow(dim, bounds[0] * scale, (bounds[1] - bounds[0]) * scale)
+
+
+def _join(
+    parts: list[Tensor | None], dim: int | None, like: Tensor, bounds: list[tuple[int, int] | None]
+) -> Tensor | None:
+    """The gradient of an argument from its slices': side by side along its rows, summed where rows share it."""
+    present = [part for part in parts if part is not None]
+    if not present or len(parts) == 1:
+        return present[0] if present else None
+    if dim is None:
+        total = present[0]
+        for part in present[1:]:
+            total = total + part
+        return total
+    whole = torch.zeros_like(like, memory_format=torch.contiguous_format)
+    for part, bound in zip(parts, bounds, strict=True):
+        if part is not None and bound is not None:
+            whole.narrow(dim, bound[0], bound[1] - bound[0]).copy_(part)
+    return whole
+
+
+def _keeps_graph() -> bool:
+    """Whether the running backward was asked to retain the graph."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+class VisitFunction(torch.autograd.Function):
+    """The visit as one node of the user's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, visit: BlockVisit, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        with visit.stream.leased(visit, backward=False):
+            results = visit.forward(tensors)
+            kept = visit.stream.stash(visit, tensors)
+        ctx.visit = visit
+        ctx.save_for_backward(*kept)
+        ctx.mark_non_differentiable(*(result for result in results if not result.dtype.is_floating_point))
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        visit: BlockVisit = ctx.visit
+        with visit.stream.leased(visit, backward=True):
+            tensors = visit.stream.fetch(visit, ctx.saved_tensors)
+            found = visit.backward(tensors, ctx.needs_input_grad[2:], grads)
+        return (None, None, *found)
+
+
+def check_caches(args: tuple[Any, ...], kwargs: dict[str, Any], cache: type | None) -> tuple[Any, Any]:
+    """Arguments without caches: a recompute would fill them a second time. A cache with content is refused."""
+    if cache is None:
+        return args, kwargs
+
+    def leaf(item: Any) -> Any:
+        if not isinstance(item, cache):
+            return item
+        length = item.get_seq_length() if hasattr(item, "get_seq_length") else 0
+        if int(length) > 0:
+            raise ModelError(
+                "a block was called with a filled key-value cache while gradients are on",
+                f"it holds {int(length)} tokens",
+                "Train without a cache (prefix tuning cannot be streamed), or generate under torch.no_grad()",
+            )
+        return None
+
+    found = containers.leaves((args, kwargs))
+    if not any(isinstance(item, cache) for item in found):
+        return args, kwargs
+    result: tuple[Any, Any] = containers.transform((args, kwargs), leaf)
+    return result

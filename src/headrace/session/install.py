@@ -1,0 +1,162 @@
+"""Put the takeover into a model, and take it out again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.base.errors import StepError
+from headrace.executor.embedding import TakenEmbedding
+from headrace.executor.head import TakenHead
+from headrace.executor.stream import Stream
+from headrace.executor.taken import Taken, TakenBlock, TakenEmbeddingCall, TakenHeadCall, note_batch
+from headrace.loss.fused import fused_loss, is_causal_lm_loss
+from headrace.model.parked import WeightValue
+from headrace.model.units import Anatomy
+from headrace.model.visit import Block
+from headrace.spec.model import REST
+
+
+def install(model: nn.Module, anatomy: Anatomy, stream: Stream, undo: list[Callable[[], None]]) -> list[Taken]:
+    """Take over the calls of blocks, embeddings and heads; watch gradients; guard what would copy the model."""
+    taken: list[Taken] = []
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(stream.device)
+    for unit, module in anatomy.blocks.items():
+        _plain_calls(module, stream)
+        names = {id(p) for p in anatomy.shared[unit]}
+        block = Block(unit, stream.spec.units[unit].name, module, module.forward, anatomy.of_unit(unit),
+                      [p for p in anatomy.shared[unit] if id(p) in names])  # fmt: skip
+        taken.append(TakenBlock(stream, block))
+    for matrix, embedding in anatomy.embeddings:
+        taken.append(TakenEmbeddingCall(stream, TakenEmbedding(matrix, embedding, embedding.forward)))
+    heads = [TakenHeadCall(stream, TakenHead(m, h, h.forward), False) for m, h in anatomy.heads]
+    _take_loss(model, heads, stream, undo)
+    taken += heads
+    for call in taken:
+        call.install()
+        undo.append(call.remove)
+    trained = [p for unit in stream.spec.units for p in anatomy.of_unit(unit.index) if p.requires_grad]
+    trained += [p for p in anatomy.matrix_weights.values() if p.requires_grad]
+    undo += [handle.remove for handle in stream.sink.watch(trained)]
+    _open_rest(model, anatomy, stream, undo)
+    _guard(model, stream, undo)
+    return taken
+
+
+def _plain_calls(module: nn.Module, stream: Stream) -> None:
+    """What the user put around a block's forward is replaced by what Headrace does: compilation, checkpointing."""
+    if module._compiled_call_impl is not None:
+        module._compiled_call_impl = None
+        stream.tell_once("compiled", "compile", "blocks compiled before wrapping run uncompiled")
+    _no_checkpointing(module, stream)
+
+
+def _no_checkpointing(module: nn.Module, stream: Stream) -> None:
+    if getattr(module, "gradient_checkpointing", False):
+        module.gradient_checkpointing = False  # type: ignore[assignment]
+        stream.tell_once("checkpointing", "recompute", "gradient checkpointing of blocks is left to Headrace's recompute")
+
+
+def _take_loss(
+    model: nn.Module, heads: list[TakenHeadCall], stream: Stream, undo: list[Callable[[], None]]
+) -> None:
+    """The causal loss of a Hugging Face model is computed from the head's tiles, without logits."""
+    get_head = getattr(model, "get_output_embeddings", None)
+    output = get_head() if callable(get_head) else None
+    head = next((call for call in heads if call.module is output), None)
+    original = getattr(model, "loss_function", None)
+    if original is None:
+        return
+    if head is None or not is_causal_lm_loss(original):
+        reason = "its head is not a plain linear layer" if head is None else "its loss is not the causal one"
+        stream.events.add("loss", f"the model's own loss runs on full logits: {reason}")
+        return
+    head.lazy = True
+    fallback = "the model's own loss runs on full logits: "
+    replaced = fused_loss(original, head.loss, lambda reason: stream.tell_once("loss", "loss", fallback + reason))
+    before = model.__dict__.get("_loss_function")
+    model.loss_function = replaced
+
+    def restore() -> None:
+        if before is None:
+            model.__dict__.pop("_loss_function", None)
+        model.loss_function = original if before is None else before
+
+    undo.append(restore)
+
+
+def _open_rest(model: nn.Module, anatomy: Anatomy, stream: Stream, undo: list[Callable[[], None]]) -> None:
+    """Modules whose weights stay on the device wait for their update before they run."""
+    rest = next((unit for unit in stream.spec.units if unit.kind == REST), None)
+    if rest is None:
+        return
+    parameters = anatomy.of_unit(rest.index)
+    stream.sink.open_rest(rest, parameters)
+    own = {id(p) for p in parameters}
+
+    def before(module: nn.Module, args: Any) -> None:
+        stream.executor.wait(f"home:u{rest.index}", on_stream=True)
+
+    def clear(parameter: nn.Parameter) -> Callable[[Tensor], None]:
+        def hook(grad: Tensor) -> None:
+            parameter.grad = None  # autograd would add to the stand-in of an earlier backward
+
+        return hook
+
+    for module in model.modules():
+        if any(id(p) in own for p in module._parameters.values()):
+            undo.append(module.register_forward_pre_hook(before).remove)
+    undo += [p.register_hook(clear(p)).remove for p in parameters if p.requires_grad]
+
+
+def _guard(model: nn.Module, stream: Stream, undo: list[Callable[[], None]]) -> None:
+    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+        stream.executor.check()
+        note_batch(args, kwargs)
+        for block in blocks:
+            _no_checkpointing(block, stream)
+
+    blocks = [call.module for call in _taken_blocks(model)]
+    undo.append(model.register_forward_pre_hook(begin, with_kwargs=True).remove)
+
+    def apply(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        probe = fn(torch.empty(1, device=stream.device))
+        if probe.dtype != torch.float32:
+            raise StepError("a wrapped model cannot change its dtype", f"asked for {probe.dtype}",
+                            "Load it in that dtype, or convert it before headrace.wrap")  # fmt: skip
+        stream.tell_once("to", "device", f"moving a wrapped model is ignored: it computes on {stream.device}")
+        return model
+
+    def plain_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name, value in state.items():
+            if isinstance(value, WeightValue):
+                state[name] = value.plain()
+
+    undo.append(model.register_state_dict_post_hook(plain_state).remove)
+    for name, value in (("_apply", apply), ("zero_grad", lambda set_to_none=True: model._headrace_session.zero_grad())):  # type: ignore[union-attr,operator]
+        model.__dict__[name] = value
+        undo.append(lambda name=name: model.__dict__.pop(name, None))  # type: ignore[misc]
+    if hasattr(model, "save_pretrained"):
+        model.__dict__["save_pretrained"] = _saver(model)
+        undo.append(lambda: model.__dict__.pop("save_pretrained", None))
+
+
+def _taken_blocks(model: nn.Module) -> list[TakenBlock]:
+    return [call for module in model.modules() if isinstance(call := module.__dict__.get("forward"), TakenBlock)]
+
+
+def _saver(model: nn.Module) -> Callable[..., None]:
+    def save_pretrained(folder: Any, max_shard_size: int | str = "5GB", **ignored: Any) -> None:
+        """Stream the model to a folder in Hugging Face's format, block by block."""
+        from headrace.base.units import parse_bytes
+        from headrace.checkpoint.export import save_pretrained as export
+
+        session = model._headrace_session
+        session.wait()  # type: ignore[union-attr,operator]
+        export(model, folder, session.read_for_save, max_shard_bytes=parse_bytes(max_shard_size))  # type: ignore[union-attr,arg-type]
+
+    return save_pretrained

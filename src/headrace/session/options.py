@@ -1,0 +1,113 @@
+"""The options of `wrap`, checked all at once."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from headrace.base.errors import OptionError
+from headrace.base.units import parse_bytes
+
+
+@dataclass(frozen=True)
+class Options:
+    """Every option of `headrace.wrap`, with its default."""
+
+    device: str | None = None
+    """Where blocks compute: "cuda", "cuda:1" or "cpu". Default: the GPU if there is one."""
+    device_memory: int | str | None = None
+    """Most bytes of device memory to use, such as "8GiB". Default: 90 % of what is free; no limit on the CPU."""
+    host_memory: int | str | None = None
+    """Most bytes of RAM to use. Default: 90 % of what is available (cgroup limits respected, swap never counted)."""
+    disk_dir: str | Path | None = None
+    """Folder for weights or optimizer state on disk. Its file is removed when the session ends."""
+    placement: Any = "auto"
+    """"auto", or {"weights": tier, "state": tier}; a tier is "device", "host" or "disk", or a dict of them by block
+    number or name pattern, with "*" for the others. {"inputs": "host"} sends saved block inputs to RAM (default on a GPU)."""
+    window: int = 3
+    """Weight slots on the device: blocks that are there at a time. More let copies run further ahead."""
+    rows: int | None = None
+    """Rows of the batch that run through a block at once. Default: all."""
+    recompute: bool = True
+    """Recompute a block's activations in the backward instead of keeping them."""
+    accumulation: int | None = None
+    """Micro-batches per optimizer step, when fixed. Declared, and without clipping, updates start in the backward."""
+    max_grad_norm: float | None = None
+    """Clip the global L2 norm of all gradients to this."""
+    moments: str = "float32"
+    """Format of the optimizer's moments: "float32" or "bfloat16"."""
+    overlap: bool = True
+    """Copies, disk and updates run beside the compute. False: one after the other, with equal results."""
+    threads: int | None = None
+    """Threads of the host update. Default: the CPUs this process may use, less two when a GPU is driven."""
+    on_nonfinite: str = "skip"
+    """"skip": a step with infinite or NaN gradients changes nothing. "stop": it raises."""
+    lr: float | None = None
+    """Learning rate of the AdamW that is made when no optimizer is given."""
+    seed: int | None = None
+    """torch.manual_seed before weights are initialised."""
+    verbose: bool = False
+    """Log events as warnings, so that they show."""
+    check_memory: bool = True
+    """Check the device's peak against the budget with the first batch, before anything is trained."""
+    autocast: str | None = None
+    """"bfloat16": an fp32 model is trained under bf16 autocast; its linear weights stream in 16 bits, masters stay fp32."""
+    blocks: Any = None
+    """The blocks, when they are not found: names of lists, or the modules."""
+    debug: bool = False
+    """Freed slots read NaN."""
+
+
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "window": ((int,), "a whole number of at least 1"),
+    "recompute": ((bool,), "True or False"),
+    "overlap": ((bool,), "True or False"),
+    "verbose": ((bool,), "True or False"),
+    "check_memory": ((bool,), "True or False"),
+    "debug": ((bool,), "True or False"),
+}
+_POSITIVE = ("rows", "accumulation", "threads")
+_CHOICES: dict[str, Sequence[Any]] = {
+    "moments": ("float32", "bfloat16"), "on_nonfinite": ("skip", "stop"), "autocast": (None, "bfloat16"),
+}  # fmt: skip
+
+
+def check(given: dict[str, Any]) -> Options:
+    """Options from keyword arguments. Raises one OptionError that names everything that is wrong."""
+    known = [field.name for field in fields(Options)]
+    faults = []
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            faults.append(f"unknown option {name!r}{hint}")
+    options = Options(**{name: value for name, value in given.items() if name in known})
+    faults += [fault for name in known if (fault := _fault(name, getattr(options, name)))]
+    if faults:
+        raise OptionError("; ".join(faults), "", f"Options: {', '.join(known)}")
+    return options
+
+
+def _fault(name: str, value: Any) -> str | None:
+    if name in _TYPES and (not isinstance(value, _TYPES[name][0]) or (name == "window" and (value is True or value < 1))):
+        return f"{name} must be {_TYPES[name][1]}, got {value!r}"
+    if name in _POSITIVE and value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        return f"{name} must be a whole number of at least 1 or None, got {value!r}"
+    if name in _CHOICES and value not in _CHOICES[name]:
+        return f"{name} must be one of {', '.join(map(repr, _CHOICES[name]))}, got {value!r}"
+    if name in ("max_grad_norm", "lr") and value is not None and not (isinstance(value, (int, float)) and value > 0):
+        return f"{name} must be a number above 0 or None, got {value!r}" if value != 0 or name != "lr" else None
+    if name in ("device_memory", "host_memory") and value is not None:
+        return _caught(lambda: parse_bytes(value, name))
+    return None
+
+
+def _caught(action: Callable[[], Any]) -> str | None:
+    try:
+        action()
+    except OptionError as error:
+        return str(error)
+    return None

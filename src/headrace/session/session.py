@@ -1,0 +1,271 @@
+"""The session: everything that is open for one model, and what the optimizer's front asks for."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.base.errors import StepError
+from headrace.base.events import EventLog
+from headrace.executor.actions import Actions
+from headrace.executor.executor import Executor
+from headrace.executor.stream import Pass, Stream
+from headrace.executor.taken import Taken
+from headrace.model.parked import is_parked, placeholder
+from headrace.model.units import Anatomy
+from headrace.optim.held import HeldGradient
+from headrace.schedule import build
+from headrace.schedule.op import Program
+from headrace.session.options import Options
+from headrace.session.report import Peaks, memory_report
+from headrace.session.values import Values
+from headrace.spec.model import ModelSpec
+from headrace.spec.placement import DEVICE, Placement
+
+
+class Session:
+    """One wrapped model. `with headrace.session(model): ...` closes it at the end."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, anatomy: Anatomy,
+        stream: Stream, values: Values, taken: list[Taken], undo: list[Callable[[], None]], events: EventLog,
+    ) -> None:  # fmt: skip
+        self.model, self.optimizer, self.options, self.anatomy = model, optimizer, options, anatomy
+        self.events = events
+        """Every decision and fallback, in order."""
+        self.steps = 0
+        """Optimizer steps begun."""
+        self.closed = False
+        self._stream, self._values, self._taken, self._undo = stream, values, taken, undo
+        self._executor: Executor = stream.executor
+        self._actions: Actions = stream.actions
+        self._names = {id(p): name for name, p in anatomy.parameters.items()}
+        self._micro_batches = 0
+        self._shown: list[nn.Parameter] = []
+        self.peaks = Peaks()
+        stream.early, stream.ended = self._early, self._show_gradients
+
+    # -- what a user looks at -----------------------------------------------------------------------------------
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._stream.spec
+
+    @property
+    def placement(self) -> Placement:
+        """Where each unit's weights and state live."""
+        return self._stream.placement
+
+    plan = placement
+
+    @property
+    def config(self) -> Options:
+        """The options in force."""
+        return self.options
+
+    @property
+    def device(self) -> torch.device:
+        return self._stream.device
+
+    def program(self, kind: str = "forward") -> Program:
+        """The program of a "forward", "backward" or "update" pass as it would run now."""
+        visits = self._stream.predicted(True)
+        slots = (None,) * self.placement.slots
+        if kind == "forward":
+            return build.forward(self.spec, self.placement, visits, slots)
+        if kind == "backward":
+            return build.backward(self.spec, self.placement, visits, slots)
+        return build.update(self.spec, self.placement, build.forward_order(self.spec, visits), slots, norm=True)
+
+    def memory_report(self) -> dict[str, Any]:
+        """Bytes by tier and region, peaks, link and disk traffic, events."""
+        return memory_report(self)
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Queue the updates of all units that hold gradients. Returns at once; whatever reads weights waits."""
+        self._usable()
+        early = self._stream.begin_step()
+        held = set(self._stream.held)
+        self._hide_gradients()
+        if early is None and not held:
+            return
+        number = self.steps + 1
+        notes: dict[Any, Any] = early if early is not None else {"step": number, "groups": self._groups()}
+        order = [u for u in build.forward_order(self.spec, self._stream.predicted(True)) if u in held]
+        rest = self.anatomy.rest
+        if rest in held:
+            notes["rest", rest] = arrival = self._stream.sink.take_rest()
+            if self.placement.state[rest] == DEVICE:
+                self._actions.ledger.arrive(rest, arrival.present)
+                self._actions.ledger.note_square(rest, None)
+        program = build.update(self.spec, self.placement, order, self._stream.slots, norm=early is None)
+        self.steps = number
+        self._stream.updates += 1
+        self._stream.held.clear()
+        self._micro_batches = 0
+        self._stream.slots = program.slots_after
+        self._executor.start(program, notes).finish()
+        if not self.options.overlap:
+            self._raise_failed()
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Hyper-parameters as they are now: a scheduler may change them while updates are still queued."""
+        return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+
+    def _early(self, pass_: Pass) -> dict[str, Any] | None:
+        self._micro_batches += pass_.micro_batches
+        options = self.options
+        declared = options.accumulation is not None and self._micro_batches >= options.accumulation
+        if not declared or options.max_grad_norm is not None or options.on_nonfinite != "stop":
+            return None
+        return {"step": self.steps + 1, "groups": self._groups()}
+
+    def zero_grad(self) -> None:
+        """Drop gradients that no step has used."""
+        if self.closed:
+            return
+        self._hide_gradients()
+        held, ledger = self._stream.held, self._actions.ledger
+        self._executor.wait(*(f"grads:u{unit}" for unit in held))
+        for unit in list(ledger.arrived & held):
+            ledger.consume(unit, updated=False)
+        self._stream.sink.drop_rest()
+        held.clear()
+        self._micro_batches = 0
+
+    @property
+    def last_grad_norm(self) -> float | None:
+        """L2 norm of all gradients of the last step before clipping (waits for it); None before the first step."""
+        if self.steps == 0:
+            return None
+        self.wait() if self.options.on_nonfinite == "stop" else self._executor.wait("norm")
+        verdict = self._actions.verdicts.get(self.steps)
+        return verdict.norm if verdict is not None else math.nan
+
+    def wait(self) -> None:
+        """Until every update is done. Raises what any of them met."""
+        self._usable(check=False)
+        self._executor.drain()
+
+    def _raise_failed(self) -> None:
+        self._executor.check()
+
+    def _usable(self, check: bool = True) -> None:
+        if self.closed:
+            raise StepError("the session of this model is closed", "", "Call headrace.wrap(model) again")
+        if check:
+            self._executor.check()
+
+    # -- gradients as the user sees them ------------------------------------------------------------------------------
+
+    def _show_gradients(self) -> None:
+        """After a backward: parameter.grad stands for the gradient that the stores hold."""
+        for unit in sorted(self._stream.held):
+            for parameter, name in self._trained(unit):
+                if parameter.requires_grad and parameter.grad is None:
+                    like = placeholder(parameter.shape, parameter.dtype)
+                    if not is_parked(parameter):
+                        like = like.to(parameter.device)
+                    parameter.grad = HeldGradient.of(like, _reader(self.gradient, name, parameter.dtype))
+                    self._shown.append(parameter)
+
+    def _trained(self, unit: int) -> Iterator[tuple[nn.Parameter, str]]:
+        for name in dict.fromkeys(entry.name for entry in self.spec.units[unit].trained.entries):
+            yield self.anatomy.parameters[name], name
+
+    def _hide_gradients(self) -> None:
+        for parameter in self._shown:
+            parameter.grad = None
+        self._shown.clear()
+
+    def gradient(self, name: str) -> Tensor:
+        """The gradient (fp32) that the next step will use for a weight."""
+        view = self._rest_gradient(name)
+        return self._values.read_gradient(name) if view is None else view.float().clone()
+
+    def set_gradient(self, name: str, value: Tensor) -> None:
+        """Replace a weight's gradient before step(). `value`: the weight's shape."""
+        view = self._rest_gradient(name)
+        if view is None:
+            self._values.write_gradient(name, value)
+        else:
+            view.copy_(value)
+
+    def _rest_gradient(self, name: str) -> Tensor | None:
+        parameter = self.anatomy.parameters.get(name)
+        return None if parameter is None else self._stream.sink.rest_view(parameter)
+
+    # -- weights and state ----------------------------------------------------------------------------------------
+
+    def read_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        name = self._name_of(parameter)
+        return self._values.read_state(name) if name is not None else {}
+
+    def write_state(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
+        name = self._name_of(parameter)
+        if name is not None:
+            self._values.write_state(name, state)
+            self.weights_changed(name)
+
+    def read_weight(self, name: str, master: bool = False) -> Tensor:
+        """A weight by its name, in its dtype, or its exact fp32 master."""
+        return self._values.read_weight(name, master)
+
+    def _name_of(self, parameter: nn.Parameter) -> str | None:
+        return self._names.get(id(parameter))
+
+    def weights_changed(self, name: str) -> None:
+        """A weight was written from outside: what slots hold of it is stale."""
+        self._stream.forget_slots()
+
+    def save(self, folder: str | Path) -> None:
+        """Write the exact state (masters, moments, counts) so that it appears complete or not at all."""
+        from headrace.checkpoint.state import save_state
+
+        self.wait()
+        if self._actions.broken:
+            raise StepError(self._actions.broken, "", "Restore a checkpoint instead of saving this memory")
+        save_state(folder, self)
+
+    def restore(self, folder: str | Path) -> None:
+        """Read what `save` wrote. The placement may be another one."""
+        from headrace.checkpoint.state import restore_state
+
+        self.wait()
+        restore_state(folder, self)
+        self._actions.broken = None
+        self._stream.forget_slots()
+
+    # -- ends -------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give back memory, threads and files. The model's weights are gone with them: `unwrap` keeps them."""
+        if self.closed:
+            return
+        self._stream.abandon()
+        with contextlib.suppress(BaseException):
+            self._executor.drain()
+        self.closed = True
+        self._executor.close()
+        for undo in reversed(self._undo):
+            undo()
+        self._stream.inputs.close()
+        self._stream.regions.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _reader(read: Callable[[str], Tensor], name: str, dtype: torch.dtype) -> Callable[[], Tensor]:
+    return lambda: read(name).to(dtype)

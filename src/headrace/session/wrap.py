@@ -1,0 +1,250 @@
+"""wrap: open a session for a model and an optimizer; unwrap: close it and give both back as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.base.errors import ModelError, OptimizerError, OptionError, StepError
+from headrace.base.events import EventLog
+from headrace.base.units import format_bytes, parse_bytes
+from headrace.executor.actions import Actions
+from headrace.executor.executor import Executor
+from headrace.executor.inputs import InputStore
+from headrace.executor.sink import Sink
+from headrace.executor.stream import Stream
+from headrace.hardware import limits
+from headrace.kernels import ops
+from headrace.model.blocks import find_blocks
+from headrace.model.units import Anatomy, divide
+from headrace.optim import front
+from headrace.optim.ledger import Ledger
+from headrace.optim.rules import Rule, rule_of
+from headrace.plan.place import Budgets, choose
+from headrace.schedule.build import ROWS, Visit
+from headrace.session import options as option_room
+from headrace.session.fill import fill, fill_state
+from headrace.session.install import install
+from headrace.session.options import Options
+from headrace.session.session import Session
+from headrace.session.values import Values
+from headrace.spec.model import BLOCK, TILE, ModelSpec
+from headrace.spec.placement import DEVICE, HOST, Placement
+from headrace.store.regions import Regions
+
+MARGIN = 0.9
+"""Share of free memory that a default budget takes."""
+
+
+def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **given: Any) -> tuple[nn.Module, Any]:
+    """Stream `model`: the same object afterwards trains in less memory than it needs, with the numbers of plain training.
+
+    `optimizer`: torch.optim.AdamW, Adam or SGD over its parameters; None: AdamW with `lr`. Options: see
+    headrace.session.options.Options. Returns (model, optimizer). Raises OptionError, ModelError, OptimizerError or
+    PlanError; then nothing is changed.
+    """
+    options = option_room.check(given)
+    if getattr(model, "_headrace_session", None) is not None:
+        raise StepError("this model is wrapped already", "", "Call headrace.unwrap(model) first")
+    events = EventLog(options.verbose)
+    if options.seed is not None:
+        torch.manual_seed(options.seed)
+    device = _device(options)
+    optimizer = _optimizer(model, optimizer, options)
+    rule = rule_of(optimizer)
+    anatomy = _anatomy(model, optimizer, rule, options, events)
+    placement = _place(anatomy, options, device, events)
+    anatomy.spec = _widened(anatomy.spec, placement)
+    session = _open(model, optimizer, rule, anatomy, placement, device, options, events)
+    object.__setattr__(model, "_headrace_session", session)
+    front.take_over(optimizer, session)
+    return model, optimizer
+
+
+def _device(options: Options) -> torch.device:
+    if options.device is None:
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(options.device)
+    except RuntimeError:
+        raise OptionError("device is unknown", f"got {options.device!r}", 'Use "cuda", "cuda:1" or "cpu"') from None
+    if device.type not in ("cpu", "cuda"):
+        raise OptionError("device is not supported", f"got {options.device!r}", 'Use "cuda" or "cpu"')
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise OptionError("device is a GPU", "torch sees none", "Use device='cpu', or install a torch built for CUDA")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def _optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Options) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if optimizer is None:
+        if not trained:
+            raise ModelError("the model has no parameter that requires a gradient", "", "Unfreeze some")
+        return torch.optim.AdamW(trained, lr=1e-5 if options.lr is None else options.lr)
+    if options.lr is not None:
+        raise OptionError("lr is given beside an optimizer", f"lr={options.lr}", "Set lr in the optimizer")
+    own = {id(p) for p in model.parameters()}
+    foreign = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+    if foreign:
+        raise OptimizerError(
+            "the optimizer holds parameters that are not the model's",
+            f"{foreign} of {sum(len(g['params']) for g in optimizer.param_groups)}",
+            "Build the optimizer from model.parameters(), and use one optimizer for each model",
+        )
+    return optimizer
+
+
+def _anatomy(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rule: Rule, options: Options, events: EventLog
+) -> Anatomy:
+    groups = {
+        id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"] if p.requires_grad
+    }
+    outside = sum(p.requires_grad and id(p) not in groups for p in model.parameters())
+    if outside:
+        events.add("frozen", "parameters that require gradients but are in no optimizer group are treated as frozen",
+                   parameters=outside)  # fmt: skip
+    if options.moments == "bfloat16" and rule.kind != "sgd" and any(g["betas"][1] > 0.995 for g in optimizer.param_groups):
+        events.add("moments", "bf16 second moments with beta2 above 0.995 cannot fall: steps shrink after large gradients")
+    if any(group.get("fused") for group in optimizer.param_groups):
+        events.add("kernels", "fused=True: Headrace's own fused kernels update the weights where their state lives")
+    stacks = find_blocks(model, options.blocks)
+    events.add("blocks", "; ".join(map(str, stacks)))
+    state = rule.state(options.moments)
+    narrow = _narrow(model, groups) if options.autocast else frozenset()
+    return divide(model, stacks, groups, state, False, narrow, events)
+
+
+def _narrow(model: nn.Module, groups: dict[int, int]) -> frozenset[int]:
+    """Weights that bf16 autocast casts anyway: fp32 matrices that only linear layers use."""
+    linear, other = set(), set()
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is None:
+                continue
+            casts = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+            (linear if casts and name == "weight" else other).add(id(p))
+    return frozenset(
+        id(p) for p in model.parameters() if p.dtype == torch.float32 and id(p) in linear - other and id(p) in groups
+    )
+
+
+def _place(anatomy: Anatomy, options: Options, device: torch.device, events: EventLog) -> Placement:
+    budgets = _budgets(options, device)
+    count = len(anatomy.spec.units)
+    choice = options.placement
+    inputs = HOST if device.type == "cuda" else DEVICE
+    if isinstance(choice, dict) and "inputs" in choice:
+        choice = {key: value for key, value in choice.items() if key != "inputs"} or "auto"
+        inputs = options.placement["inputs"]
+        if inputs not in (HOST, DEVICE):
+            raise OptionError("placement of inputs is unknown", f"got {inputs!r}", "Use 'device' or 'host'")
+    base = Placement((HOST,) * count, (HOST,) * count, options.window, staged=device.type == "cuda",
+                     offload=inputs == HOST and options.recompute)  # fmt: skip
+    placement, why = choose(anatomy.spec, budgets, base, choice)
+    events.add("placement", str(placement), why=why,
+               device_memory="no limit" if budgets.device is None else format_bytes(budgets.device),
+               host_memory=format_bytes(budgets.host))  # fmt: skip
+    return placement
+
+
+def _budgets(options: Options, device: torch.device) -> Budgets:
+    if options.device_memory is not None:
+        device_bytes: int | None = parse_bytes(options.device_memory, "device_memory")
+    else:
+        device_bytes = int(limits.device_memory(device.index or 0).free * MARGIN) if device.type == "cuda" else None
+    if options.host_memory is not None:
+        host = parse_bytes(options.host_memory, "host_memory")
+    else:
+        host = int(limits.host_memory().available * MARGIN)
+    disk = None
+    if options.disk_dir is not None:
+        folder = Path(options.disk_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        disk = limits.disk_free(folder)
+    return Budgets(device_bytes, host, disk, shared=device.type == "cpu")
+
+
+def _widened(spec: ModelSpec, placement: Placement) -> ModelSpec:
+    """Gradients that are summed where the state lives on the device are kept in fp32 there."""
+    return replace(
+        spec,
+        units=tuple(replace(u, wide_grads=True) if placement.state[u.index] == DEVICE else u for u in spec.units),
+    )
+
+
+def _open(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rule: Rule, anatomy: Anatomy, placement: Placement,
+    device: torch.device, options: Options, events: EventLog,
+) -> Session:  # fmt: skip
+    regions = Regions(anatomy.spec, placement, device, Path(options.disk_dir) if options.disk_dir else None, events)
+    ops.set_threads(options.threads or max(1, ops.available_threads() - (2 if device.type == "cuda" else 0)))
+    _tell_kernels(device, events)
+    ledger = Ledger(anatomy.spec, pinned=device.type == "cuda")
+    inputs = InputStore(
+        device, placement.input_slots, lambda text, size: events.add("inputs", text, bytes=format_bytes(size))
+    )
+    actions = Actions(regions, ledger, rule, inputs, events, options.max_grad_norm, options.on_nonfinite, options.debug)
+    executor = Executor(device, actions, options.overlap)
+    sink = Sink(regions, ledger, lambda unit: executor.wait(f"grads:u{unit}", on_stream=True))
+    stream = Stream(
+        placement, regions, executor, actions, inputs, sink, _predicted(anatomy), options.rows, options.recompute, events
+    )
+    values = Values(anatomy, regions, ledger, executor)
+    undo: list[Callable[[], None]] = []
+    fill(model, anatomy, regions, values, undo, lambda: stream.forget_slots())
+    fill_state(optimizer, anatomy, values)
+    taken = install(model, anatomy, stream, undo)
+    return Session(model, optimizer, options, anatomy, stream, values, taken, undo, events)
+
+
+def _tell_kernels(device: torch.device, events: EventLog) -> None:
+    for kind in dict.fromkeys(("cpu", device.type)):
+        reason = ops.fallback_reason(kind)
+        events.add("kernels", f"{ops.backend_name(kind)} on {kind}" + (f": {reason}" if reason else ""))
+
+
+def _predicted(anatomy: Anatomy) -> list[Visit]:
+    """What a first forward is expected to visit: embeddings, blocks in the order of the stacks, the head's tiles."""
+    visits = [Visit(matrix, ROWS) for matrix, _ in anatomy.embeddings]
+    visits += [Visit(unit, BLOCK) for unit in anatomy.order]
+    visits += [Visit(tile, TILE) for matrix, _ in anatomy.heads for tile in anatomy.spec.matrices[matrix].tiles]
+    return visits
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """End the model's session: real weights in ordinary memory (on the CPU), the optimizer with its state in torch's form."""
+    current = session(model)
+    current.wait()
+    optimizer = current.optimizer
+    state = optimizer.state_dict()
+    values: dict[str, Tensor] = {name: current.read_weight(name) for name in current.anatomy.parameters}
+    current.close()
+    for name, parameter in current.anatomy.parameters.items():
+        parameter.data = values.pop(name)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.cpu()
+    front.give_back(optimizer)
+    for entry in state["state"].values():
+        entry.pop("master", None)
+    optimizer.load_state_dict(state)
+    del model._headrace_session
+    return model
+
+
+def session(model: nn.Module) -> Session:
+    """The open session of a wrapped model. Raises StepError when there is none."""
+    found = getattr(model, "_headrace_session", None)
+    if not isinstance(found, Session):
+        raise StepError(f"this {type(model).__name__} is not wrapped", "", "Call headrace.wrap(model, optimizer) first")
+    return found
+
+
+def memory_report(model: nn.Module) -> dict[str, Any]:
+    """Bytes by tier and region, peaks, link and disk traffic, and events of a wrapped model."""
+    return session(model).memory_report()

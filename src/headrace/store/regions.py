@@ -1,0 +1,178 @@
+"""All memory of a session, allocated once: homes, device copies, slots and stages, and the disk extents.
+
+A region is a flat uint8 tensor; `typed` gives a unit's tensors as views of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headrace.base.events import EventLog
+from headrace.spec.footprint import needs_total, round_up, stage_bytes, total_bytes
+from headrace.spec.layout import Layout
+from headrace.spec.model import REST, ModelSpec, Unit
+from headrace.spec.placement import DEVICE, DISK, Placement
+from headrace.store.disk import DiskFile
+from headrace.store.memory import DeviceArena, HostArena
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
+)}  # fmt: skip
+
+
+def typed(region: Tensor, layout: Layout) -> list[Tensor]:
+    """A view of `region` for each entry of `layout`, in its dtype and shape."""
+    views = []
+    for entry, offset in zip(layout.entries, layout.offsets, strict=True):
+        dtype = DTYPES[entry.dtype]
+        views.append(region[offset : offset + entry.numel * dtype.itemsize].view(dtype).view(entry.shape))
+    return views
+
+
+class Regions:
+    """Every byte of one session. Synchronous; who may touch what and when is the program's business."""
+
+    def __init__(
+        self, spec: ModelSpec, placement: Placement, device: torch.device, disk_dir: Path | None,
+        events: EventLog,
+    ) -> None:  # fmt: skip
+        self.spec, self.placement, self.device = spec, placement, device
+        self._pin = device.type == "cuda"
+        self._homes: dict[tuple[int, str], Tensor] = {}
+        self._copies: dict[int, Tensor] = {}
+        self._extents: dict[tuple[int, str], int] = {}
+        self.places: dict[str, Tensor] = {}
+        """Slots s0.., host stages h0.., gradient slots g0.., arrival stages a0.., update stages u0.., the fp32 buffer
+        `total`, the rest's gradients on the device `r`, its weights as the device has them `rest`."""
+        device_parts: list[tuple[Callable[[Tensor], None], int]] = []
+        host_parts: list[tuple[Callable[[Tensor], None], int]] = []
+        disk_bytes = self._plan_homes(device_parts, host_parts)
+        self._plan_places(device_parts, host_parts)
+        self.disk = DiskFile.create(disk_dir, disk_bytes, events=events) if disk_bytes and disk_dir is not None else None
+        self.device_arena = DeviceArena(sum(round_up(n) for _, n in device_parts), device)
+        self.host_arena = HostArena(sum(round_up(n) for _, n in host_parts), self._pin)
+        for arena, parts in ((self.device_arena, device_parts), (self.host_arena, host_parts)):
+            for keep, nbytes in parts:
+                keep(arena.take(round_up(nbytes))[:nbytes])
+        if self.host_arena.note:
+            events.add("pageable", self.host_arena.note)
+
+    def _plan_homes(self, device_parts: list, host_parts: list) -> int:  # type: ignore[type-arg]
+        disk = 0
+        for unit in self.spec.units:
+            index = unit.index
+            home, state = self.placement.home(index), self.placement.state[index]
+            grads = DEVICE if state == DEVICE else "host"
+            tiers = {"weights": home, "state": state, "grads": grads}
+            for region, tier in tiers.items():
+                nbytes = unit.region_bytes(region)
+                if tier == DISK:
+                    self._extents[index, region] = disk
+                    disk += round_up(nbytes)
+                elif nbytes:
+                    parts = device_parts if tier == DEVICE else host_parts
+                    parts.append((_keeper(self._homes, (index, region)), nbytes))
+            if self.placement.weights[index] == DEVICE and home != DEVICE:
+                device_parts.append((_keeper(self._copies, index), unit.weights.nbytes))
+            if unit.kind == REST and state != DEVICE and unit.trained.entries:
+                device_parts.append((_keeper(self.places, "r"), unit.grads.nbytes))
+                host_parts.append((_keeper(self.places, "rest"), unit.trained_bytes))
+        return disk
+
+    def _plan_places(self, device_parts: list, host_parts: list) -> None:  # type: ignore[type-arg]
+        spec, placement = self.spec, self.placement
+        streaming = [unit for unit in spec.units if placement.streams(unit.index)]
+        sending = [u for u in spec.units if u.trained.entries and placement.state[u.index] != DEVICE and u.kind != REST]
+        slot = max((unit.weights.nbytes for unit in streaming), default=0)
+        send = max((unit.trained_bytes for unit in sending), default=0)
+        total = max((total_bytes(unit) for unit in sending if needs_total(unit)), default=0)
+        stage = max((stage_bytes(unit, placement) for unit in spec.units), default=0)
+        staged = placement.staged and any(placement.home(unit.index) == DISK for unit in streaming)
+        for kind, nbytes, count, parts in (
+            ("s", slot, placement.slots, device_parts),
+            ("g", send, placement.grad_slots, device_parts),
+            ("total", total, 1, device_parts),
+            ("h", slot if staged else 0, placement.slots, host_parts),
+            ("a", send, placement.grad_slots, host_parts),
+            ("u", stage, placement.update_slots, host_parts),
+        ):
+            for number in range(count):
+                name = kind if kind == "total" else f"{kind}{number}"
+                parts.append((_keeper(self.places, name), nbytes))
+
+    def home(self, unit: int, region: str) -> Tensor | None:
+        """The region's memory, or None when its home is the disk."""
+        return self._homes.get((unit, region))
+
+    def resident(self, unit: int) -> Tensor:
+        """The device memory of a unit that does not stream."""
+        copy = self._copies.get(unit)
+        return copy if copy is not None else self._homes.get((unit, "weights"), self.device_arena.empty)
+
+    def staged(self, unit: Unit, place: str) -> tuple[Tensor | None, Tensor | None]:
+        """(trained weights, state) of a unit inside an update stage; None for what is not staged there."""
+        stage, weights, state = self.places[place], None, None
+        start = 0
+        if self.placement.home(unit.index) == DISK:
+            weights = stage[: unit.trained_bytes]
+            start = round_up(unit.trained_bytes)
+        if self.placement.state[unit.index] == DISK:
+            state = stage[start : start + unit.state_bytes]
+        return weights, state
+
+    def read(self, unit: int, region: str, out: Tensor) -> None:
+        """Fill `out` from the start of a region on disk."""
+        assert self.disk is not None
+        self.disk.read(self._extents[unit, region], out)
+
+    def read_rows(self, unit: int, row_bytes: int, rows: list[int], out: Tensor) -> None:
+        """Rows of a tile on disk, each `row_bytes` long, into the rows of `out` (len(rows), row_bytes)."""
+        assert self.disk is not None
+        start = self._extents[unit, "weights"]
+        for position, row in enumerate(rows):
+            self.disk.read(start + row * row_bytes, out[position])
+
+    def write(self, unit: int, region: str, data: Tensor) -> None:
+        """Write `data` at the start of a region on disk."""
+        assert self.disk is not None
+        self.disk.write(self._extents[unit, region], data)
+
+    def load(self, unit: int, region: str) -> Tensor:
+        """A whole region in memory: its home itself, or a fresh copy of what is on disk."""
+        home = self.home(unit, region)
+        if home is not None:
+            return home
+        out = torch.empty(self.spec.units[unit].region_bytes(region), dtype=torch.uint8)
+        if out.numel():
+            self.read(unit, region, out)
+        return out
+
+    def save(self, unit: int, region: str, data: Tensor) -> None:
+        """Make `data` a region's content (a no-op when `data` is the home itself)."""
+        home = self.home(unit, region)
+        if home is None:
+            if data.numel():
+                self.write(unit, region, data)
+        elif home.data_ptr() != data.data_ptr():
+            home.copy_(data)
+
+    def close(self) -> None:
+        self._homes.clear()
+        self._copies.clear()
+        self.places.clear()
+        self.host_arena.close()
+        self.device_arena.close()
+        if self.disk is not None:
+            self.disk.close()
+
+
+def _keeper(target: dict, key: object) -> Callable[[Tensor], None]:  # type: ignore[type-arg]
+    def keep(view: Tensor) -> None:
+        target[key] = view
+
+    return keep
