@@ -115,6 +115,10 @@ class Executor:
     def run(self, op: Op, notes: Notes) -> None:
         self._actions(op, notes)
 
+    def seconds(self) -> dict[str, float]:
+        """Time each lane's thread has spent running ops since the session opened; empty when inline."""
+        return {name: lane.seconds for name, lane in self._lanes.items()}
+
     def close(self) -> None:
         for lane in self._lanes.values():
             lane.close()

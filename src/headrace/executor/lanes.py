@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from headrace.executor.completion import Cancelled, Completion
+from headrace.executor.completion import Completion
 
 HOST_LANES = ("read", "state", "write", "host")
 COPY_LANES = ("h2d", "d2h")
@@ -32,6 +33,7 @@ class ThreadLane:
     def __init__(self, name: str, device: torch.device) -> None:
         self.name = name
         self.seconds = 0.0
+        """Time spent running jobs, waits for other lanes not counted."""
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" and name in COPY_LANES else None
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -51,7 +53,7 @@ class ThreadLane:
         context = torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
         with context, torch.no_grad():
             while (job := self._queue.get()) is not None:
-                run_job(job, self._stream)
+                self.seconds += run_job(job, self._stream)
                 del job
 
 
@@ -63,14 +65,15 @@ def _record(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
     return event
 
 
-def run_job(job: Job, stream: torch.cuda.Stream | None) -> None:
-    """Wait, run and complete one job; an error reaches whoever waits for it."""
+def run_job(job: Job, stream: torch.cuda.Stream | None) -> float:
+    """Wait, run and complete one job; an error reaches whoever waits for it. Returns the seconds it ran."""
     try:
         for completion in job.waits:
             completion.wait(stream)
+        start = time.perf_counter()
         job.run()
         job.done.finish(_record(stream))
-    except Cancelled as cancelled:
-        job.done.fail(cancelled)
+        return time.perf_counter() - start
     except BaseException as error:
         job.done.fail(error)
+        return 0.0

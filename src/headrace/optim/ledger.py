@@ -71,6 +71,8 @@ class Ledger:
             return
         if isinstance(square, Tensor):
             self.squares[unit].copy_(square, non_blocking=True)
+            if square.is_cuda:
+                square.record_stream(torch.cuda.current_stream(square.device))
         else:
             self.squares[unit] = square
         self.known.add(unit)

@@ -219,6 +219,10 @@ class Session:
         """A weight by its name, in its dtype, or its exact fp32 master."""
         return self._values.read_weight(name, master)
 
+    def read_for_save(self, name: str) -> Tensor:
+        """A weight in its parameter's dtype, for an export."""
+        return self._values.read_weight(name)
+
     def _name_of(self, parameter: nn.Parameter) -> str | None:
         return self._names.get(id(parameter))
 
