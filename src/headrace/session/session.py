@@ -87,6 +87,10 @@ class Session:
         """Bytes by tier and region, peaks, link and disk traffic, events."""
         return memory_report(self)
 
+    def lane_seconds(self) -> dict[str, float]:
+        """Seconds that each lane's thread has worked; empty when inline."""
+        return self._executor.seconds()
+
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
