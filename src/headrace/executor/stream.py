@@ -221,7 +221,7 @@ class Stream:
             self._abandon_walk()
         current.departed = True
         self.events.once("depart", "on demand", "the calls left the expected order; that pass loads weights on demand",
-                         visit=len(current.visits), unit=unit, kind=kind)  # fmt: skip
+                         visit=len(current.visits), unit=unit, call=kind)  # fmt: skip
 
     def _end_forward(self) -> None:
         """The pass is over; what it visited is what the next one is expected to visit."""
