@@ -125,10 +125,10 @@ class Regions:
             state = stage[start : start + unit.state_bytes]
         return weights, state
 
-    def read(self, unit: int, region: str, out: Tensor) -> None:
-        """Fill `out` from the start of a region on disk."""
+    def read(self, unit: int, region: str, out: Tensor, offset: int = 0) -> None:
+        """Fill `out` (contiguous) from byte `offset` of a region on disk."""
         assert self.disk is not None
-        self.disk.read(self._extents[unit, region], out)
+        self.disk.read(self._extents[unit, region] + offset, out)
 
     def read_rows(self, unit: int, row_bytes: int, rows: list[int], out: Tensor) -> None:
         """Rows of a tile on disk, each `row_bytes` long, into the rows of `out` (len(rows), row_bytes)."""
@@ -137,10 +137,10 @@ class Regions:
         for position, row in enumerate(rows):
             self.disk.read(start + row * row_bytes, out[position])
 
-    def write(self, unit: int, region: str, data: Tensor) -> None:
-        """Write `data` at the start of a region on disk."""
+    def write(self, unit: int, region: str, data: Tensor, offset: int = 0) -> None:
+        """Write `data` (contiguous) at byte `offset` of a region on disk."""
         assert self.disk is not None
-        self.disk.write(self._extents[unit, region], data)
+        self.disk.write(self._extents[unit, region] + offset, data)
 
     def load(self, unit: int, region: str) -> Tensor:
         """A whole region in memory: its home itself, or a fresh copy of what is on disk."""
