@@ -132,48 +132,57 @@ def _chunk(tile_rows: int) -> int:
     return max(1, LOGITS_AT_ONCE // max(tile_rows, 1))
 
 
-def logits(stream: Stream, head: TakenHead, hidden: Tensor) -> Tensor:
-    """All logits (..., V), tile by tile, with their gradient: what the linear layer itself would give."""
-    dtype = torch.get_autocast_dtype(stream.device.type) if torch.is_autocast_enabled(stream.device.type) else hidden.dtype
-    tiles, anchor = _tiles(stream, head, [hidden, head.module.bias])
-    bias = None if head.module.bias is None else head.module.bias.to(dtype)
-    result: Tensor = _Logits.apply(tiles, dtype, hidden, bias, anchor)
-    return result
+def logits(stream: Stream, head: TakenHead, hidden: Sequence[Tensor]) -> list[Tensor]:
+    """All logits (..., V) of each micro-batch, on one pass of the head: what the linear layer itself would give."""
+    kind, bias = stream.device.type, head.module.bias
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden[0].dtype
+    tiles, anchor = _tiles(stream, head, [*hidden, bias])
+    return list(_Logits.apply(tiles, dtype, None if bias is None else bias.to(dtype), anchor, *hidden))
 
 
 class _Logits(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tiles: Tiles, dtype: torch.dtype, hidden: Tensor, bias: Tensor | None, anchor: Tensor
-    ) -> Tensor:
-        parts: list[Tensor] = []
+        ctx: Any, tiles: Tiles, dtype: torch.dtype, bias: Tensor | None, anchor: Tensor, *hidden: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        parts: list[list[Tensor]] = [[] for _ in hidden]
 
         def body(weight: Tensor, first: int) -> None:
             part = _part(bias, first, weight.shape[0])
-            parts.append(torch.nn.functional.linear(hidden.to(dtype), weight.to(dtype), part))
+            for found, h in zip(parts, hidden, strict=True):
+                found.append(torch.nn.functional.linear(h.to(dtype), weight.to(dtype), part))
 
-        with torch.autocast(hidden.device.type, enabled=False):
+        with torch.autocast(hidden[0].device.type, enabled=False):
             tiles.forward(body)
         ctx.tiles, ctx.dtype = tiles, dtype
-        ctx.save_for_backward(hidden)
-        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+        ctx.save_for_backward(*hidden)
+        return tuple(torch.cat(found, -1) if len(found) > 1 else found[0] for found in parts)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        (hidden,) = ctx.saved_tensors
-        flat, upstream = hidden.reshape(-1, hidden.shape[-1]).to(ctx.dtype), grad.reshape(-1, grad.shape[-1])
-        back: Tensor | None = None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        calls = [
+            (number, h.reshape(-1, h.shape[-1]).to(ctx.dtype), grad.reshape(-1, grad.shape[-1]))
+            for number, (h, grad) in enumerate(zip(ctx.saved_tensors, grads, strict=True))
+            if grad is not None
+        ]
+        back: list[Tensor | None] = [None] * len(grads)
 
         def body(weight: Tensor, first: int, grad_tile: Tensor | None) -> None:
-            nonlocal back
-            part = upstream[:, first : first + weight.shape[0]]
-            if grad_tile is not None:
-                grad_tile.add_(part.t() @ flat)
-            if ctx.needs_input_grad[2]:
-                step = part @ weight.to(ctx.dtype)
-                back = step if back is None else back.float() + step.float()
+            for number, flat, upstream in calls:
+                part = upstream[:, first : first + weight.shape[0]]
+                if grad_tile is not None:
+                    grad_tile.add_(part.t() @ flat)
+                if ctx.needs_input_grad[4 + number]:
+                    step, sum_ = part @ weight.to(ctx.dtype), back[number]
+                    back[number] = step if sum_ is None else sum_.float() + step.float()
 
         ctx.tiles.backward(body)
-        grad_bias = upstream.sum(0).to(grad.dtype) if ctx.needs_input_grad[3] else None
-        return (None, None, None if back is None else back.to(hidden.dtype).view_as(hidden), grad_bias, None)
+        grad_bias = None
+        if ctx.needs_input_grad[2]:
+            for _, _, upstream in calls:
+                term = upstream.sum(0)
+                grad_bias = term if grad_bias is None else grad_bias + term
+        found = [None if g is None else g.to(h.dtype).view_as(h) for g, h in zip(back, ctx.saved_tensors, strict=True)]
+        return (None, None, grad_bias, None, *found)

@@ -142,7 +142,7 @@ class TakenHeadCall(Taken):
 
     def _logits(self, hidden: Tensor) -> Tensor:
         result: Tensor = meet(
-            ("logits", id(self.taken)), hidden, lambda items: [head.logits(self.stream, self.taken, h) for h in items]
+            ("logits", id(self.taken)), hidden, lambda items: head.logits(self.stream, self.taken, items)
         )
         return result
 
