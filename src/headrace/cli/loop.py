@@ -79,7 +79,9 @@ class Loop:
         parts.optimizer.zero_grad()
         self.step += 1
 
-        value, norm = float(loss.detach()), parts.optimizer.last_grad_norm
+        value = float(loss.detach())
+        # With "stop" the norm of a step is settled only when all its updates are: do not wait for them here.
+        norm = parts.optimizer.last_grad_norm if self._config.on_nonfinite == "skip" else None
         tokens = int(parts.train.lengths[chosen].sum())
         speed = tokens / (time.perf_counter() - started)
         peak = parts.session.memory_report()["device"]["peak"]
@@ -109,17 +111,23 @@ class Loop:
             log.write(step=self.step, validation_loss=loss)
 
     def evaluate(self, table: TokenTable) -> float | None:
-        """Mean loss over the labels of all rows, by the path that training takes; None when a signal came."""
+        """Mean loss over the labels of all rows, by the path that training takes; None when a signal came.
+
+        Only losses are kept: an output, and with it its logits, ends with its micro-batch.
+        """
         parts = self._parts
         every: NDArray[np.int64] = np.arange(len(table), dtype=np.int64)
+        order = every[np.argsort(-table.lengths, kind="stable")]
+        together = self._config.batch * self._config.accumulation
         labels, total = table.labels(every), 0.0
         parts.model.eval()
         try:
             with torch.no_grad():
-                for batch in micro_batches(table, every, self._config.batch, parts.pad):
+                for start in range(0, len(every), together):  # in windows, as training does: one load of the weights
                     if self._stop.number is not None:
                         return None
-                    total += float(self._loss(batch, labels))  # the output, and with it the logits, ends here
+                    batches = micro_batches(table, order[start : start + together], self._config.batch, parts.pad)
+                    total += float(headrace.accumulate(lambda batch: self._loss(batch, labels), batches))
         finally:
             parts.model.train()
         return total
