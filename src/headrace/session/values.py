@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,25 +15,37 @@ from headrace.model.units import Anatomy
 from headrace.optim.ledger import Ledger
 from headrace.spec.layout import Entry, Layout
 from headrace.spec.model import REST, Unit
-from headrace.spec.placement import DEVICE, Placement
-from headrace.store.regions import DTYPES, Regions, typed
+from headrace.spec.placement import DEVICE
+from headrace.store.regions import DTYPES, Regions
+
+WEIGHT, LOW = "weight", "low"
+"""Parts of a parameter; the others are the optimizer's moments, by their names."""
 
 
 class Values:
-    """Single tensors of the stores. Every read waits for updates in flight; every write reaches the master."""
+    """Single tensors of the stores. Every read waits for updates in flight; every write reaches the master.
+
+    Only the bytes of the tensor that is asked for are read or written, not those of its unit.
+    """
 
     def __init__(self, anatomy: Anatomy, regions: Regions, ledger: Ledger, executor: Executor) -> None:
         self._anatomy, self._regions, self._ledger, self._executor = anatomy, regions, ledger, executor
         self._pieces: dict[str, list[tuple[int, int]]] = {}
         for unit, index, entry in regions.spec.pieces():
             self._pieces.setdefault(entry.name, []).append((unit.index, index))
+        self._closed = False
 
-    @property
-    def _placement(self) -> Placement:
-        return self._regions.placement
+    def close(self) -> None:
+        """The stores are gone: whoever reads or writes from now on is told."""
+        self._closed = True
 
     def wait(self, unit: int) -> None:
         """Until no update of the unit is under way."""
+        if self._closed:
+            raise StepError(
+                "the weights of this model went with its closed session", "",
+                "Load the model again; headrace.unwrap(model) keeps the weights where close() drops them",
+            )  # fmt: skip
         self._executor.wait(f"updated:u{unit}", f"home:u{unit}", f"state:u{unit}")
 
     def pieces(self, name: str) -> list[tuple[Unit, int, Entry]]:
@@ -42,127 +55,204 @@ class Values:
         units = self._regions.spec.units
         return [(units[u], i, units[u].weights.entries[i]) for u, i in self._pieces[name]]
 
+    # -- weights ------------------------------------------------------------------------------------------------------
+
     def read_weight(self, name: str, master: bool = False) -> Tensor:
-        """A fresh tensor with a weight, in its parameter's dtype (or its exact fp32 master)."""
+        """A fresh CPU tensor with a weight, in its parameter's dtype (or its exact fp32 master)."""
+        pieces = self.pieces(name)
         parameter = self._anatomy.parameters[name]
         dtype = torch.float32 if master else parameter.dtype
         out = torch.empty(parameter.shape, dtype=dtype)
-        for unit, index, entry in self.pieces(name):
-            self.wait(unit.index)
+        for unit, index, entry in pieces:
+            self._settle(unit, index)
             target = _rows(out, entry)
-            region = self._current_weights(unit)
-            value = typed(region, unit.weights)[index]
             if entry.dtype == "bfloat16" and dtype == torch.float32 and entry.trainable:
-                low = self._part(unit, "low", index)
-                joined = torch.empty(entry.numel, dtype=torch.float32)
-                ops.join_master_(joined, value.reshape(-1).cpu(), low.reshape(-1).cpu())
-                target.copy_(joined.view(entry.shape))
+                value, low = self._get(unit, WEIGHT, index).cpu(), self._get(unit, LOW, index).cpu()
+                ops.join_master_(target.reshape(-1), value.reshape(-1), low.reshape(-1))
             else:
-                target.copy_(value)
+                self._get_into(unit, WEIGHT, index, target)
         return out
-
-    def _current_weights(self, unit: Unit) -> Tensor:
-        """A resident rest may have been written by the user, so there the device's copy counts."""
-        if unit.kind == REST:
-            return self._regions.resident(unit.index)
-        return self._regions.load(unit.index, "weights")
 
     def write_weight(self, name: str, value: Tensor) -> None:
         """Make `value` (the parameter's shape, any float dtype) the weight and its master."""
         value = value.detach()
         for unit, index, entry in self.pieces(name):
             self.wait(unit.index)
-            region = self._regions.load(unit.index, "weights")
             part = _rows(value, entry)
-            stored = typed(region, unit.weights)[index]
-            if entry.dtype == "bfloat16" and entry.trainable:
-                state = self._regions.load(unit.index, "state")
-                low = self._view(unit, state, "low", index)
-                hi, low_new = torch.empty(entry.numel, dtype=torch.bfloat16), torch.empty(entry.numel, dtype=torch.int16)
-                ops.split_master_(hi, low_new, part.detach().float().cpu().reshape(-1).contiguous())
-                stored.copy_(hi.view(entry.shape))
-                low.copy_(low_new.view(entry.shape))
-                self._regions.save(unit.index, "state", state)
+            if entry.dtype == "bfloat16" and entry.trainable and part.dtype != torch.bfloat16:
+                hi, low = torch.empty(entry.numel, dtype=torch.bfloat16), torch.empty(entry.numel, dtype=torch.int16)
+                ops.split_master_(hi, low, part.to("cpu", torch.float32).reshape(-1).contiguous())
+                self._put(unit, WEIGHT, index, hi.view(entry.shape))
+                self._put(unit, LOW, index, low.view(entry.shape))
             else:
-                stored.copy_(part)
-            self._regions.save(unit.index, "weights", region)
-            if self._placement.weights[unit.index] == DEVICE:
-                typed(self._regions.resident(unit.index), unit.weights)[index].copy_(stored)
+                self._put(unit, WEIGHT, index, part)
+                if entry.dtype == "bfloat16" and entry.trainable:
+                    self._put(unit, LOW, index, torch.zeros((), dtype=torch.int16).expand(entry.shape))
+
+    def _settle(self, unit: Unit, index: int) -> None:
+        """Wait for updates. A resident rest may have been written by the user: what differs from the home counts, and
+        is exact, so its remainder is zero."""
+        self.wait(unit.index)
+        home, resident = self._regions.home(unit.index, "weights"), self._regions.resident(unit.index)
+        if unit.kind != REST or home is None or home.data_ptr() == resident.data_ptr():
+            return
+        kept = _view(home, unit.weights, index)
+        seen = _view(resident, unit.weights, index).to(kept.device)
+        if not torch.equal(seen.reshape(-1).view(torch.uint8), kept.reshape(-1).view(torch.uint8)):
+            kept.copy_(seen)
+            if kept.dtype == torch.bfloat16 and unit.weights.entries[index].trainable:
+                self._put(unit, LOW, index, torch.zeros(kept.shape, dtype=torch.int16))
+
+    # -- parts as they are stored -------------------------------------------------------------------------------------
+
+    def parts(self, name: str) -> dict[str, torch.dtype]:
+        """What the stores hold for a parameter, and in which format: its weight and, when it is trained, the master's
+        remainder (16-bit weights) and the moments."""
+        unit, _, entry = self.pieces(name)[0]
+        parts = {WEIGHT: DTYPES[entry.dtype]}
+        if entry.trainable:
+            parts |= {LOW: torch.int16} if entry.dtype == "bfloat16" else {}
+            parts |= dict.fromkeys(unit.state.moments, DTYPES[unit.state.moment_dtype])
+        return parts
+
+    def read_part(self, name: str, part: str) -> Tensor:
+        """One part of a parameter, bit for bit, on the CPU. It may be the store's own memory: read it at once."""
+        pieces = self.pieces(name)
+        for unit, index, _ in pieces:
+            self._settle(unit, index)
+        if len(pieces) == 1:
+            return self._get(pieces[0][0], part, pieces[0][1]).cpu()
+        out = torch.empty(self._anatomy.parameters[name].shape, dtype=self.parts(name)[part])
+        for unit, index, entry in pieces:
+            self._get_into(unit, part, index, _rows(out, entry))
+        return out
+
+    def write_part(self, name: str, part: str, value: Tensor) -> None:
+        """Replace one part of a parameter, bit for bit. `value`: the parameter's shape, the part's format, on the CPU.
+        """
+        for unit, index, entry in self.pieces(name):
+            self.wait(unit.index)
+            self._put(unit, part, index, _rows(value, entry))
+
+    def read_steps(self, name: str) -> int:
+        """Updates that a parameter has had."""
+        unit, index, entry = self.pieces(name)[0]
+        self.wait(unit.index)
+        return self._ledger.steps[unit.index][index] if entry.trainable else 0
+
+    def write_steps(self, name: str, steps: int) -> None:
+        for unit, index, entry in self.pieces(name):
+            if entry.trainable:
+                self.wait(unit.index)
+                self._ledger.steps[unit.index][index] = steps
+
+    # -- optimizer state as torch keeps it ----------------------------------------------------------------------------
 
     def read_state(self, name: str) -> dict[str, Tensor]:
-        """A trained parameter's moments, step count and exact master, as torch's optimizers keep them; {} before the first
-        update."""
-        pieces = [piece for piece in self.pieces(name) if piece[2].trainable]
-        if not pieces or not self._steps(pieces[0]):
+        """Moments, step count and exact master of a trained parameter, as torch keeps them; {} before its first update."""
+        steps = self.read_steps(name)
+        if not steps:
             return {}
-        parameter = self._anatomy.parameters[name]
+        parts = self.parts(name)
         state: dict[str, Tensor] = {}
-        for part in pieces[0][0].state.moments:
-            out = torch.empty(parameter.shape, dtype=torch.float32)
-            for unit, index, entry in pieces:
-                _rows(out, entry).copy_(self._part(unit, part, index))
-            state[part] = out
-        if "momentum_buffer" not in state:
-            state["step"] = torch.tensor(float(self._steps(pieces[0])))
-        if pieces[0][2].dtype == "bfloat16":
+        for part in parts:
+            if part not in (WEIGHT, LOW):
+                state[part] = torch.empty(self._anatomy.parameters[name].shape, dtype=torch.float32)
+                for unit, index, entry in self.pieces(name):
+                    self._get_into(unit, part, index, _rows(state[part], entry))
+        if "exp_avg" in parts:
+            state["step"] = torch.tensor(float(steps))
+        if LOW in parts:
             state["master"] = self.read_weight(name, master=True)
         return state
 
-    def _steps(self, piece: tuple[Unit, int, Entry]) -> int:
-        self.wait(piece[0].index)
-        return self._ledger.steps[piece[0].index][piece[1]]
-
     def write_state(self, name: str, state: dict[str, Any]) -> None:
         """Take over a parameter's moments, step count and (when present) exact master."""
-        for unit, index, entry in self.pieces(name):
-            if not entry.trainable:
-                continue
-            self.wait(unit.index)
-            region = self._regions.load(unit.index, "state")
-            for part in unit.state.moments:
+        parts = self.parts(name)
+        shape = self._anatomy.parameters[name].shape
+        for part in [*parts, "master"]:
+            value = state.get(part)
+            if value is not None and value.shape != shape:
+                raise OptionError(
+                    f"the optimizer state of {name} has another shape",
+                    f"{part} is {tuple(value.shape)}, the weight {tuple(shape)}",
+                    "Load the state dict of an optimizer over the same model",
+                )
+        for part in parts:
+            if part not in (WEIGHT, LOW):
                 value = state.get(part)
-                view = self._view(unit, region, part, index)
-                if value is None:
-                    view.zero_()
-                else:
-                    view.copy_(_rows(value, entry))
-            self._regions.save(unit.index, "state", region)
-            default = 1 if state.get("momentum_buffer") is not None else 0
-            self._ledger.steps[unit.index][index] = int(state.get("step", default))
+                self.write_part(name, part, torch.zeros(()).expand(shape) if value is None else value)
+        self.write_steps(name, int(state.get("step", 1 if state.get("momentum_buffer") is not None else 0)))
         if state.get("master") is not None:
             self.write_weight(name, state["master"])
 
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
     def read_gradient(self, name: str) -> Tensor:
         """A fresh fp32 tensor with the gradient that the next step will use. Raises StepError when there is none."""
-        parameter = self._anatomy.parameters[name]
-        out = torch.zeros(parameter.shape, dtype=torch.float32)
-        for unit, index, entry in self.pieces(name):
-            self._executor.wait(f"grads:u{unit.index}")
-            if not entry.trainable or unit.index not in self._ledger.arrived:
-                raise StepError(f"{name} holds no gradient", "", "Read gradients between backward() and step()")
-            region = self._regions.home(unit.index, "grads")
-            assert region is not None
-            _rows(out, entry).copy_(typed(region, unit.grads)[index])
+        out = torch.empty(self._anatomy.parameters[name].shape, dtype=torch.float32)
+        for entry, view in self._gradient_views(name):
+            _rows(out, entry).copy_(view)
         return out
 
     def write_gradient(self, name: str, value: Tensor) -> None:
         """Replace a gradient before step(); the norm follows."""
-        self.read_gradient(name)
-        for unit, index, entry in self.pieces(name):
-            region = self._regions.home(unit.index, "grads")
-            assert region is not None
-            typed(region, unit.grads)[index].copy_(_rows(value, entry))
+        for entry, view in self._gradient_views(name):
+            view.copy_(_rows(value, entry))
+        for unit, _, _ in self.pieces(name):
             self._ledger.note_square(unit.index, None)
 
-    def _part(self, unit: Unit, part: str, index: int) -> Tensor:
-        return self._view(unit, self._regions.load(unit.index, "state"), part, index)
+    def _gradient_views(self, name: str) -> list[tuple[Entry, Tensor]]:
+        views = []
+        for unit, index, entry in self.pieces(name):
+            self._executor.wait(f"grads:u{unit.index}")
+            region = self._regions.home(unit.index, "grads")
+            if region is None or not entry.trainable or unit.index not in self._ledger.arrived:
+                raise StepError(f"{name} holds no gradient", "", "Read gradients between backward() and step()")
+            views.append((entry, _view(region, unit.grads, index)))
+        return views
 
-    def _view(self, unit: Unit, state: Tensor, part: str, index: int) -> Tensor:
-        offset, layout = unit.parts[part]
-        return _entry_view(state[offset:], layout, index)
+    # -- one entry of one region --------------------------------------------------------------------------------------
+
+    def _place(self, unit: Unit, part: str) -> tuple[str, int, Layout]:
+        """(region, byte offset in it, layout) of a part of a unit."""
+        return ("weights", 0, unit.weights) if part == WEIGHT else ("state", *unit.parts[part])
+
+    def _get(self, unit: Unit, part: str, index: int) -> Tensor:
+        """A view of the entry in its home, or a fresh tensor read from the disk."""
+        region, start, layout = self._place(unit, part)
+        home = self._regions.home(unit.index, region)
+        if home is not None:
+            return _view(home[start:], layout, index)
+        entry = layout.entries[index]
+        out = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        self._regions.read(unit.index, region, out, start + layout.offsets[index])
+        return out
+
+    def _get_into(self, unit: Unit, part: str, index: int, out: Tensor) -> None:
+        """Fill `out` (contiguous, on the CPU, any float dtype) with an entry."""
+        region, start, layout = self._place(unit, part)
+        if self._regions.home(unit.index, region) is None and DTYPES[layout.entries[index].dtype] == out.dtype:
+            self._regions.read(unit.index, region, out, start + layout.offsets[index])
+        else:
+            out.copy_(self._get(unit, part, index))
+
+    def _put(self, unit: Unit, part: str, index: int, value: Tensor) -> None:
+        """Write an entry to its home, converted to its format; a weight also to its copy on the device."""
+        region, start, layout = self._place(unit, part)
+        home = self._regions.home(unit.index, region)
+        if home is not None:
+            _view(home[start:], layout, index).copy_(value)
+        else:
+            stored = value.to("cpu", DTYPES[layout.entries[index].dtype]).contiguous()
+            self._regions.write(unit.index, region, stored, start + layout.offsets[index])
+        if part == WEIGHT and self._regions.placement.weights[unit.index] == DEVICE:
+            resident = self._regions.resident(unit.index)
+            if home is None or resident.data_ptr() != home.data_ptr():
+                _view(resident, layout, index).copy_(value)
 
 
-def _entry_view(region: Tensor, layout: Layout, index: int) -> Tensor:
+def _view(region: Tensor, layout: Layout, index: int) -> Tensor:
     entry, offset = layout.entries[index], layout.offsets[index]
     dtype = DTYPES[entry.dtype]
     return region[offset : offset + entry.numel * dtype.itemsize].view(dtype).view(entry.shape)
@@ -175,9 +265,9 @@ def _rows(tensor: Tensor, entry: Entry) -> Tensor:
 
 
 class StoreHome:
-    """The home (model/parked.py) of a parked parameter."""
+    """The home (model/parked.py) of a parked parameter. `written` is called after a write from outside."""
 
-    def __init__(self, values: Values, name: str, device: torch.device, written: Any) -> None:
+    def __init__(self, values: Values, name: str, device: torch.device, written: Callable[[str], None]) -> None:
         self._values, self._name, self.device, self._written = values, name, device, written
 
     def read(self, parameter: nn.Parameter) -> Tensor:

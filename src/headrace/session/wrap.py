@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from headrace.base.errors import ModelError, OptimizerError, OptionError, StepError
 from headrace.base.events import EventLog
@@ -28,7 +28,7 @@ from headrace.optim.rules import Rule, rule_of
 from headrace.plan.place import Budgets, choose
 from headrace.schedule.build import ROWS, Visit
 from headrace.session import options as option_room
-from headrace.session.fill import fill, fill_state
+from headrace.session.fill import fill, fill_state, give_back
 from headrace.session.install import install
 from headrace.session.options import Options
 from headrace.session.session import Session
@@ -197,8 +197,13 @@ def _open(
     )
     values = Values(anatomy, regions, ledger, executor)
     undo: list[Callable[[], None]] = []
-    fill(model, anatomy, regions, values, undo, lambda: stream.forget_slots())
-    fill_state(optimizer, anatomy, values)
+    try:
+        fill(model, anatomy, regions, values, undo, lambda: stream.forget_slots())
+        fill_state(optimizer, anatomy, values)
+    except BaseException:
+        executor.close()
+        regions.close()
+        raise
     taken = install(model, anatomy, stream, undo)
     return Session(model, optimizer, options, anatomy, stream, values, taken, undo, events)
 
@@ -223,10 +228,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     current.wait()
     optimizer = current.optimizer
     state = optimizer.state_dict()
-    values: dict[str, Tensor] = {name: current.read_weight(name) for name in current.anatomy.parameters}
+    give_back(current.anatomy, current._values)
     current.close()
-    for name, parameter in current.anatomy.parameters.items():
-        parameter.data = values.pop(name)
     for buffer in model.buffers():
         buffer.data = buffer.data.cpu()
     front.give_back(optimizer)
