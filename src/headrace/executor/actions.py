@@ -139,11 +139,12 @@ class Actions:
             if home is None or not unit.trained.entries:
                 continue
             first_row, count = unit.weights.entries[0].first_row or 0, unit.weights.entries[0].shape[0]
-            start, stop = torch.searchsorted(index, torch.tensor([first_row, first_row + count], device=index.device)).tolist()
+            start, stop = torch.searchsorted(index, torch.tensor([first_row, first_row + count])).tolist()
             if self.ledger.arrive(tile, [True]):
                 home.zero_()
             if stop > start:
-                ops.add_rows_(typed(home, unit.grads)[0], index[start:stop] - first_row, rows[start:stop])
+                part = (index[start:stop] - first_row).to(home.device), rows[start:stop].to(home.device)
+                ops.add_rows_(typed(home, unit.grads)[0], *part)
             self.ledger.note_square(tile, None)
 
     def _norm(self, op: Op, notes: Notes) -> None:

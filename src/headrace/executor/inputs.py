@@ -51,6 +51,7 @@ class InputStore:
         self._pools: list[HostArena] = []
         self._free: list[Tensor] = []
         self._slots: dict[str, Tensor] = {}
+        self._generation = 0
 
     def reserve(self, visits: int, nbytes: int) -> None:
         """Make sure that `visits` more inputs of `nbytes` each find a place. Called between passes, never in one."""
@@ -59,6 +60,7 @@ class InputStore:
             return
         if len(self._free) * (self._free[0].numel() if self._free else 0) == sum(pool.nbytes for pool in self._pools):
             self._free.clear()  # nothing is out: replace instead of adding
+            self._generation += 1
             for pool in self._pools:
                 pool.close()
             self._pools.clear()
@@ -83,13 +85,18 @@ class InputStore:
             return 0
         self._free = [p for p in self._free if p is not place]
         record.host = place
-        weakref.finalize(record, self._free.append, place)
+        weakref.finalize(record, self._give_back, place, self._generation)
         for source, target in zip(record.waiting, record.views(place), strict=True):
             target.copy_(source, non_blocking=True)
             if source.is_cuda:
                 source.record_stream(torch.cuda.current_stream(self._device))
         record.waiting = []
         return record.nbytes
+
+    def _give_back(self, place: Tensor, generation: int) -> None:
+        """A record is gone, and so is the need for its place (unless its pool was replaced meanwhile)."""
+        if generation == self._generation:
+            self._free.append(place)
 
     def load(self, records: dict[int, SavedInput], visit: int, place: str) -> int:
         """Bring a visit's tensors back to the device, into an input slot. Returns the bytes."""
