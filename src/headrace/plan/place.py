@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from dataclasses import dataclass, replace
 
 from headrace.base.errors import OptionError, PlanError
@@ -43,15 +44,13 @@ def tiers_for(spec: ModelSpec, choice: Choice, region: str) -> tuple[str, ...]:
             if isinstance(pattern, int):
                 if -len(blocks) <= pattern < len(blocks) and blocks[pattern] == unit.index:
                     tier = value
-            elif pattern != "*" and fnmatch.fnmatch(unit.name, pattern):
+            elif isinstance(pattern, str) and pattern != "*" and fnmatch.fnmatch(unit.name, pattern):
                 tier = value
         tiers.append(DEVICE if region == "weights" and unit.kind == REST else tier)
     for pattern in rules:
         known = range(-len(blocks), len(blocks))
         names = [unit.name for unit in spec.units]
-        if (isinstance(pattern, int) and pattern not in known) or (
-            isinstance(pattern, str) and not fnmatch.filter(names, pattern)
-        ):
+        if not (fnmatch.filter(names, pattern) if isinstance(pattern, str) else pattern in known):
             raise OptionError(
                 f"placement of {region} names {pattern!r}, which matches no unit",
                 f"units: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}",
@@ -60,7 +59,9 @@ def tiers_for(spec: ModelSpec, choice: Choice, region: str) -> tuple[str, ...]:
     return tuple(tiers)
 
 
-def choose(spec: ModelSpec, budgets: Budgets, base: Placement, choice: str | dict[str, Choice]) -> tuple[Placement, str]:
+def choose(
+    spec: ModelSpec, budgets: Budgets, base: Placement, choice: str | dict[str, Choice]
+) -> tuple[Placement, str]:
     """The placement and the reason for it. Raises PlanError with the smallest budget that works.
 
     `base` carries everything but the tiers. `choice` is "auto" or {"weights": ..., "state": ...}.
@@ -68,31 +69,33 @@ def choose(spec: ModelSpec, budgets: Budgets, base: Placement, choice: str | dic
     if isinstance(choice, dict):
         unknown = set(choice) - {"weights", "state"}
         if unknown:
-            raise OptionError(f"placement has an unknown region {sorted(unknown)[0]!r}", "", "Use 'weights' and 'state'")
+            raise OptionError(
+                f"placement has an unknown region {sorted(unknown)[0]!r}", "", "Use 'weights' and 'state'"
+            )
         weights = tiers_for(spec, choice.get("weights", HOST), "weights")
         state = tiers_for(spec, choice.get("state", _follow(choice.get("weights", HOST))), "state")
         _check_pairs(spec, weights, state)
         placement = replace(base, weights=weights, state=state)
-        _require(spec, placement, budgets, work=0.0)
+        _require(spec, [(placement, 0.0)], budgets)
         return placement, "as asked"
     if choice != "auto":
         raise OptionError("placement is unknown", f"got {choice!r}", "Use 'auto' or {'weights': ..., 'state': ...}")
-    tried: list[tuple[Placement, list[str]]] = []
+    candidates: list[tuple[Placement, float]] = []
     for weights_tier, state_tier in ((DEVICE, DEVICE), (DEVICE, HOST), (HOST, HOST), (HOST, DISK), (DISK, DISK)):
-        if DISK in (weights_tier, state_tier) and budgets.disk is None:
-            continue
-        weights = tiers_for(spec, weights_tier, "weights")
-        placement = replace(base, weights=weights, state=tuple(state_tier for _ in spec.units))
-        short = _shortfalls(footprint(spec, placement), budgets, WORK_SHARE)
+        if DISK not in (weights_tier, state_tier) or budgets.disk is not None:
+            weights = tiers_for(spec, weights_tier, "weights")
+            state = tuple(state_tier for _ in spec.units)
+            candidates.append((replace(base, weights=weights, state=state), WORK_SHARE))
+    candidates.append((replace(candidates[-1][0], slots=1), 0.0))
+    tried: list[str] = []
+    for placement, work in candidates:
+        short = _shortfalls(footprint(spec, placement), budgets, work)
         if not short:
-            why = "; ".join(f"{_tiers(p)} {s[0]}" for p, s in tried) or "everything fits on the device"
-            return placement, why
-        tried.append((placement, short))
-    last, _ = tried[-1]
-    smallest = replace(last, slots=1)
-    if not _shortfalls(footprint(spec, smallest), budgets, 0.0):
-        return smallest, "only one slot fits: no look-ahead"
-    _require(spec, smallest, budgets, work=0.0)
+            if not work:
+                return placement, "only one slot fits: no look-ahead"
+            return placement, "; ".join(tried) or "everything fits on the device"
+        tried.append(f"{_tiers(placement)} {short[0]}")
+    _require(spec, candidates, budgets)
     raise AssertionError("unreachable")
 
 
@@ -117,18 +120,29 @@ def _check_pairs(spec: ModelSpec, weights: tuple[str, ...], state: tuple[str, ..
 
 def _shortfalls(need: Footprint, budgets: Budgets, work: float) -> list[str]:
     short = []
-    device, host = need.device_bytes, need.host_bytes + (need.device_bytes if budgets.shared else 0)
+    host_work = work if budgets.shared else 0.0
+    device, host = need.device_bytes, _host_bytes(need, budgets)
     if budgets.device is not None and device > budgets.device * (1 - work):
-        short.append(f"needs {format_bytes(device)} of device memory, {format_bytes(budgets.device * (1 - work))} may be used")
-    if host > budgets.host * (1 - work if budgets.shared else 1):
-        short.append(f"needs {format_bytes(host)} of host memory, {format_bytes(budgets.host)} may be used")
+        short.append(
+            f"needs {format_bytes(device)} of device memory, {format_bytes(budgets.device * (1 - work))} may be used"
+        )
+    if host > budgets.host * (1 - host_work):
+        short.append(
+            f"needs {format_bytes(host)} of host memory, {format_bytes(budgets.host * (1 - host_work))} may be used"
+        )
     if need.disk_bytes and need.disk_bytes > (budgets.disk or 0):
         free = "no disk_dir is given" if budgets.disk is None else f"{format_bytes(budgets.disk)} are free"
         short.append(f"needs {format_bytes(need.disk_bytes)} of disk, {free}")
     return short
 
 
-def _require(spec: ModelSpec, placement: Placement, budgets: Budgets, work: float) -> None:
+def _host_bytes(need: Footprint, budgets: Budgets) -> int:
+    return need.host_bytes + (need.device_bytes if budgets.shared else 0)
+
+
+def _require(spec: ModelSpec, candidates: list[tuple[Placement, float]], budgets: Budgets) -> None:
+    """Raise unless the last of the candidates fits (with the share of its budget that is left to activations)."""
+    placement, work = candidates[-1]
     need = footprint(spec, placement)
     short = _shortfalls(need, budgets, work)
     if not short:
@@ -144,6 +158,8 @@ def _require(spec: ModelSpec, placement: Placement, budgets: Budgets, work: floa
         advice.append(
             f"The smallest device_memory that works is {format_bytes(device)} ({device} bytes): window=1, all weights streamed"
         )
+    if _host_bytes(need, budgets) > budgets.host and (host := _least_host(spec, candidates, budgets)) is not None:
+        advice.append(f"The smallest host_memory that works is {format_bytes(host)} ({host} bytes)")
     if budgets.disk is None:
         advice.append("Give disk_dir to put weights and state on disk")
     advice.append("Raise the budget or choose other tiers in placement")
@@ -152,6 +168,16 @@ def _require(spec: ModelSpec, placement: Placement, budgets: Budgets, work: floa
         f"largest part: {largest[0]}, {format_bytes(largest[1])}",
         ". ".join(advice),
     )
+
+
+def _least_host(spec: ModelSpec, candidates: list[tuple[Placement, float]], budgets: Budgets) -> int | None:
+    """The smallest host budget with which one of the candidates fits; None when none does with any."""
+    found = []
+    for placement, work in candidates:
+        need = footprint(spec, placement)
+        if not _shortfalls(need, replace(budgets, host=1 << 60), work):
+            found.append(math.ceil(_host_bytes(need, budgets) / (1 - (work if budgets.shared else 0.0))))
+    return min(found, default=None)
 
 
 def _smallest(spec: ModelSpec, placement: Placement) -> Placement:

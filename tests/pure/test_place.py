@@ -1,0 +1,201 @@
+"""Choosing a placement: what "auto" takes under which budget, and errors whose numbers are true."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.base.errors import OptionError, PlanError
+from headrace.plan.place import WORK_SHARE, Budgets, choose, tiers_for
+from headrace.spec.footprint import footprint
+from headrace.spec.model import BLOCK, REST, ModelSpec
+from headrace.spec.placement import DEVICE, DISK, HOST, Placement
+from made_specs import PAIRS, made, placed
+
+PLENTY = 1 << 40
+SPEC = made(8)
+AUTO = ((DEVICE, DEVICE), (DEVICE, HOST), (HOST, HOST), (HOST, DISK), (DISK, DISK))
+
+
+def base(spec: ModelSpec = SPEC, slots: int = 3) -> Placement:
+    return Placement((HOST,) * len(spec.units), (HOST,) * len(spec.units), slots, staged=True)
+
+
+def budgets(
+    device: int | None = PLENTY, host: int = PLENTY, disk: int | None = PLENTY, shared: bool = False
+) -> Budgets:
+    return Budgets(device, host, disk, shared)
+
+
+def tiers(placement: Placement) -> tuple[str, str]:
+    return placement.weights[0], placement.state[0]
+
+
+def needs(weights: str, state: str, slots: int = 3) -> tuple[int, int, int]:
+    _, placement = placed(SPEC, weights, state, slots, staged=True)
+    need = footprint(SPEC, placement)
+    return need.device_bytes, need.host_bytes, need.disk_bytes
+
+
+def number_after(words: str, error: PlanError) -> int:
+    found = re.search(words + r" is .*?\((\d+) bytes\)", str(error))
+    assert found is not None, error
+    return int(found[1])
+
+
+def with_work(nbytes: int) -> int:
+    """The smallest device budget that leaves "auto" its share for activations beside `nbytes`."""
+    return next(b for b in range(int(nbytes / (1 - WORK_SHARE)), 2 * nbytes + 9) if nbytes <= b * (1 - WORK_SHARE))
+
+
+@pytest.mark.parametrize("index", range(len(AUTO)))
+def test_auto_takes_the_fastest_tiers_that_fit(index: int) -> None:
+    """Each pair is chosen with exactly its own bytes, and not with one byte less."""
+    weights, state = AUTO[index]
+    device, host, _ = needs(weights, state)
+    budget = budgets(with_work(device), host)
+    assert tiers(choose(SPEC, budget, base(), "auto")[0]) == (weights, state)
+    for short in (replace(budget, device=with_work(device) - 1), replace(budget, host=host - 1)):
+        try:
+            chosen = tiers(choose(SPEC, short, base(), "auto")[0])
+        except PlanError:
+            continue
+        assert AUTO.index(chosen) > index or choose(SPEC, short, base(), "auto")[0].slots == 1
+
+
+def test_auto_says_why_a_faster_placement_was_not_taken() -> None:
+    device, host, _ = needs(HOST, HOST)
+    _, why = choose(SPEC, budgets(with_work(device), host), base(), "auto")
+    assert "weights on device and state on device needs" in why and "of device memory" in why
+    assert choose(SPEC, budgets(), base(), "auto")[1] == "everything fits on the device"
+
+
+def test_auto_gives_up_look_ahead_before_it_gives_up() -> None:
+    device, host, _ = needs(DISK, DISK, slots=1)
+    placement, why = choose(SPEC, budgets(device, host), base(), "auto")
+    assert placement.slots == 1 and tiers(placement) == (DISK, DISK) and "one slot" in why
+
+
+def test_auto_uses_no_disk_that_was_not_given() -> None:
+    device, host, _ = needs(HOST, HOST)
+    with pytest.raises(PlanError, match="Give disk_dir"):
+        choose(SPEC, budgets(device, needs(HOST, HOST, slots=1)[1] - 1, None), base(), "auto")
+    placement, _ = choose(SPEC, budgets(with_work(device), host, None), base(), "auto")
+    assert DISK not in placement.weights + placement.state
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("disk", [None, PLENTY])
+def test_the_smallest_device_budget_in_the_error_works_and_one_byte_less_does_not(
+    shared: bool, disk: int | None
+) -> None:
+    with pytest.raises(PlanError, match="device_memory that works") as caught:
+        choose(SPEC, budgets(1000, disk=disk, shared=shared), base(), "auto")
+    smallest = number_after("device_memory that works", caught.value)
+    placement, _ = choose(SPEC, budgets(smallest, disk=disk, shared=shared), base(), "auto")
+    assert footprint(SPEC, placement).device_bytes <= smallest
+    with pytest.raises(PlanError):
+        choose(SPEC, budgets(smallest - 1, disk=disk, shared=shared), base(), "auto")
+    # The same for who asks for tiers: the advice names window=1.
+    asked = {"weights": HOST, "state": HOST}
+    choose(SPEC, budgets(smallest, shared=shared), base(slots=1), asked)
+    with pytest.raises(PlanError):
+        choose(SPEC, budgets(smallest - 1, shared=shared), base(slots=1), asked)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("disk", [None, PLENTY])
+def test_the_smallest_host_budget_in_the_error_works_and_one_byte_less_does_not(shared: bool, disk: int | None) -> None:
+    device = None if shared else PLENTY
+    if not shared:
+        device = needs(HOST, HOST)[0]  # else all would go to the device
+    with pytest.raises(PlanError, match="host_memory that works") as caught:
+        choose(SPEC, budgets(device, 1000, disk, shared), base(), "auto")
+    smallest = number_after("host_memory that works", caught.value)
+    choose(SPEC, budgets(device, smallest, disk, shared), base(), "auto")
+    with pytest.raises(PlanError):
+        choose(SPEC, budgets(device, smallest - 1, disk, shared), base(), "auto")
+
+
+def test_errors_say_what_is_needed_and_what_there_is() -> None:
+    """Report 82: a plan that fits nowhere is refused with numbers, before anything is allocated."""
+    with pytest.raises(PlanError) as caught:
+        choose(SPEC, budgets(host=5000, disk=6000), base(), {"weights": DISK, "state": DISK})
+    text = str(caught.value)
+    assert text.startswith("the model does not fit: it needs")
+    assert "of host memory, 4.9 KiB may be used" in text and "of disk, 5.9 KiB are free" in text
+    assert "largest part: " in text
+
+
+def test_as_asked_is_as_asked() -> None:
+    choice = {"weights": {"*": DISK, 0: DEVICE, -1: HOST, "embed*": HOST}, "state": {"*": DISK, 0: HOST}}
+    placement, why = choose(SPEC, budgets(), base(), choice)
+    names = {unit.name: unit.index for unit in SPEC.units}
+    assert why == "as asked"
+    assert [placement.weights[names[f"blocks.{n}"]] for n in (0, 1, 6, 7)] == [DEVICE, DISK, DISK, HOST]
+    assert placement.weights[names["embed.weight[0]"]] == HOST and placement.weights[names["head.weight[1]"]] == DISK
+    assert placement.weights[names["rest"]] == DEVICE and placement.state[names["rest"]] == DISK
+    assert [placement.state[names[f"blocks.{n}"]] for n in (0, 1)] == [HOST, DISK]
+
+
+def test_state_goes_where_the_weights_go_when_only_these_are_placed() -> None:
+    placement, _ = choose(SPEC, budgets(), base(), {"weights": DISK})
+    assert set(placement.state) == {DISK}
+    placement, _ = choose(SPEC, budgets(), base(), {"weights": {0: DEVICE}})
+    blocks = [unit.index for unit in SPEC.units if unit.kind == BLOCK]
+    assert [placement.state[u] for u in blocks[:2]] == [DEVICE, HOST]
+
+
+@pytest.mark.parametrize(
+    "choice, said",
+    [
+        ("fast", "placement is unknown"),
+        (None, "placement is unknown"),
+        ({"weight": HOST}, "unknown region 'weight'"),
+        ({"weights": "gpu"}, "placement of weights is unknown. got 'gpu'"),
+        ({"weights": 3}, "placement of weights is unknown"),
+        ({"state": {0: "ram"}}, "placement of state is unknown. got 'ram'"),
+        ({"weights": {8: HOST}}, "names 8, which matches no unit"),
+        ({"weights": {-9: HOST}}, "names -9, which matches no unit"),
+        ({"weights": {"layers.*": HOST}}, "names 'layers.*', which matches no unit"),
+        ({"weights": {1.5: HOST}}, "names 1.5, which matches no unit"),
+        ({"weights": HOST, "state": DEVICE}, "state of embed.weight.* on the device but not its weights"),
+        ({"weights": {0: DEVICE, "*": DISK}, "state": {1: DEVICE}}, "state of blocks.1 on the device but not"),
+    ],
+)
+def test_wrong_placements_are_refused_in_words(choice: object, said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        choose(SPEC, budgets(), base(), choice)  # type: ignore[arg-type]
+
+
+def test_state_of_frozen_units_may_stand_anywhere() -> None:
+    spec = made(frozen=(1,), tiles=1)
+    choose(spec, budgets(), base(spec), {"weights": HOST, "state": {1: DEVICE, "*": HOST}})
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 1 << 21), st.integers(1, 1 << 21), st.one_of(st.none(), st.integers(1, 1 << 21)), st.booleans(),
+    st.integers(1, 4),
+)  # fmt: skip
+def test_whatever_auto_chooses_fits(device: int, host: int, disk: int | None, shared: bool, slots: int) -> None:
+    budget = Budgets(device, host, disk, shared)
+    try:
+        placement, _ = choose(SPEC, budget, base(slots=slots), "auto")
+    except PlanError:
+        return
+    need = footprint(SPEC, placement)
+    assert need.device_bytes <= device
+    assert need.host_bytes + (need.device_bytes if shared else 0) <= host
+    assert need.disk_bytes <= (disk or 0)
+
+
+def test_rest_stays_on_the_device_under_every_choice() -> None:
+    rest = next(unit.index for unit in SPEC.units if unit.kind == REST)
+    for tier in (DEVICE, HOST, DISK):
+        assert tiers_for(SPEC, tier, "weights")[rest] == DEVICE
+    assert len(PAIRS) == 7
