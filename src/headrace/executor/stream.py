@@ -19,6 +19,7 @@ from torch import Tensor
 
 from headrace.base.errors import StepError
 from headrace.base.events import EventLog
+from headrace.base.units import format_bytes
 from headrace.executor.actions import Actions
 from headrace.executor.executor import Executor, Walk
 from headrace.executor.inputs import InputStore, SavedInput
@@ -269,6 +270,7 @@ class Stream:
         if self._walk is not None:
             self._abandon_walk()
         self._backward = pass_
+        self._widen(pass_.visits[: number + 1])
         early = self.early_units() if self._early_notes is not None else ()
         program = build.backward(
             self.spec, self.placement, pass_.visits[: number + 1], self.slots, frozenset(self.held), early
@@ -276,6 +278,17 @@ class Stream:
         notes = {"inputs": pass_.inputs, **(self._early_notes or {})}
         self._walk = self.executor.start(program, notes)
         return self._walk
+
+    def _widen(self, visits: Sequence[Visit]) -> None:
+        """Gradients are about to be added to 16-bit ones: from now on the sums are kept in fp32."""
+        again = self.held.intersection(*[{u for v in visits if v.grad for u in build.contributes(self.spec, v)}])
+        narrow = [u for u in again if build.sums_narrow(self.spec.units[u])]
+        if not narrow:
+            return
+        self.executor.wait(*(f"grads:u{unit}" for unit in self.held))
+        size = self.regions.widen(unit.index for unit in self.spec.units if build.sums_narrow(unit))
+        self.events.add("widen", "a second backward() before step(): gradients are summed in fp32 host memory from now on; "
+                        "headrace.accumulate needs none of it", bytes=format_bytes(size))  # fmt: skip
 
     def _live_passes(self) -> int:
         return len(self._live)

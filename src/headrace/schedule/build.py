@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from headrace.schedule.op import Op, Program
-from headrace.spec.model import REST, TILE, ModelSpec
+from headrace.spec.formats import itemsize
+from headrace.spec.model import REST, TILE, ModelSpec, Unit
 from headrace.spec.placement import DEVICE, DISK, Placement
 
 ROWS = "rows"
@@ -187,6 +188,11 @@ def backward(
 def contributes(spec: ModelSpec, visit: Visit) -> tuple[int, ...]:
     """The units that the backward of a visit gives gradients to."""
     return spec.matrices[visit.unit].tiles if visit.kind == ROWS else (visit.unit,)
+
+
+def sums_narrow(unit: Unit) -> bool:
+    """The unit's gradients are kept in 16 bits: one contribution is exact there, a sum would be rounded each time."""
+    return any(itemsize(entry.dtype) < 4 for entry in unit.grads.entries)
 
 
 def _backward_unit(

@@ -5,7 +5,8 @@ A region is a flat uint8 tensor; `typed` gives a unit's tensors as views of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -46,6 +47,7 @@ class Regions:
         self._homes: dict[tuple[int, str], Tensor] = {}
         self._copies: dict[int, Tensor] = {}
         self._extents: dict[tuple[int, str], int] = {}
+        self._extra: list[HostArena] = []
         self.places: dict[str, Tensor] = {}
         """Slots s0.., host stages h0.., gradient slots g0.., arrival stages a0.., update stages u0.., the fp32 buffer
         `total`, the rest's gradients on the device `r`, its weights as the device has them `rest`."""
@@ -104,6 +106,22 @@ class Regions:
             for number in range(count):
                 name = kind if kind == "total" else f"{kind}{number}"
                 parts.append((_keeper(self.places, name), nbytes))
+
+    def widen(self, units: Iterable[int]) -> int:
+        """From now on these units' gradients are kept in fp32 on the host; what they hold is converted. Returns the bytes
+        of the memory that this takes."""
+        chosen = {u for u in units if (u, "grads") in self._homes and not self.spec.units[u].wide_grads}
+        wide = tuple(replace(unit, wide_grads=True) if unit.index in chosen else unit for unit in self.spec.units)
+        arena = HostArena(sum(round_up(wide[u].grads.nbytes) for u in chosen), self._pin)
+        for index in sorted(chosen):
+            region = arena.take(round_up(wide[index].grads.nbytes))[: wide[index].grads.nbytes]
+            old = typed(self._homes[index, "grads"], self.spec.units[index].grads)
+            for target, source in zip(typed(region, wide[index].grads), old, strict=True):
+                target.copy_(source)
+            self._homes[index, "grads"] = region
+        self.spec = replace(self.spec, units=wide)
+        self._extra.append(arena)
+        return arena.nbytes
 
     def home(self, unit: int, region: str) -> Tensor | None:
         """The region's memory, or None when its home is the disk."""
@@ -165,8 +183,8 @@ class Regions:
         self._homes.clear()
         self._copies.clear()
         self.places.clear()
-        self.host_arena.close()
-        self.device_arena.close()
+        for arena in (*self._extra, self.host_arena, self.device_arena):
+            arena.close()
         if self.disk is not None:
             self.disk.close()
 
