@@ -8,6 +8,7 @@ and each op does the same arithmetic, so both give the same bits.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -102,6 +103,15 @@ class Executor:
                 error = error or caught
         if error is not None:
             raise error
+
+    def recover(self) -> None:
+        """Wait for all work under way, whatever becomes of it, and forget what failed: nothing waits for that again."""
+        for done in [*self._tokens.values(), *self._unwatched]:
+            with contextlib.suppress(BaseException):
+                done.wait()
+        with self._lock:
+            self._unwatched.clear()
+            self._tokens = {token: done for token, done in self._tokens.items() if done.error is None}
 
     def check(self) -> None:
         """Raise the error of host work that has failed meanwhile; forget what is done."""

@@ -104,6 +104,11 @@ class Ledger:
             "Lower the learning rate, check the data, or use on_nonfinite='skip'",
         )
 
+    def drop(self) -> None:
+        """Forget all gradients of this step."""
+        for unit in list(self.arrived):
+            self.consume(unit, updated=False)
+
     def consume(self, unit: int, updated: bool) -> None:
         """The unit's gradients were used (or dropped, when not `updated`)."""
         if updated:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from headrace.base.errors import OptionError, StepError
 from headrace.executor.executor import Executor
+from headrace.files.checksum import checksum
 from headrace.kernels import ops
 from headrace.model.units import Anatomy
 from headrace.optim.ledger import Ledger
@@ -33,6 +34,7 @@ class Values:
         self._pieces: dict[str, list[tuple[int, int]]] = {}
         for unit, index, entry in regions.spec.pieces():
             self._pieces.setdefault(entry.name, []).append((unit.index, index))
+        self._checksums: dict[str, str] = {}
         self._closed = False
 
     def close(self) -> None:
@@ -128,11 +130,20 @@ class Values:
         return out
 
     def write_part(self, name: str, part: str, value: Tensor) -> None:
-        """Replace one part of a parameter, bit for bit. `value`: the parameter's shape, the part's format, on the CPU.
-        """
+        """Replace one part of a parameter. `value`: the parameter's shape; bit for bit when in the part's format."""
         for unit, index, entry in self.pieces(name):
             self.wait(unit.index)
             self._put(unit, part, index, _rows(value, entry))
+
+    def weight_checksum(self, name: str) -> str:
+        """Checksum of a weight as it is stored; that of a frozen weight that streams is computed once."""
+        unit, _, entry = self.pieces(name)[0]
+        known = self._checksums.get(name)
+        if known is None:
+            known = checksum(self.read_part(name, WEIGHT).contiguous())
+            if unit.kind != REST and not entry.trainable:  # others may change without a call of ours
+                self._checksums[name] = known
+        return known
 
     def read_steps(self, name: str) -> int:
         """Updates that a parameter has had."""
@@ -149,7 +160,7 @@ class Values:
     # -- optimizer state as torch keeps it ----------------------------------------------------------------------------
 
     def read_state(self, name: str) -> dict[str, Tensor]:
-        """Moments, step count and exact master of a trained parameter, as torch keeps them; {} before its first update."""
+        """Moments, step count and exact master of a trained parameter, as torch keeps them; {} before any update."""
         steps = self.read_steps(name)
         if not steps:
             return {}
@@ -241,6 +252,7 @@ class Values:
         """Write an entry to its home, converted to its format; a weight also to its copy on the device."""
         region, start, layout = self._place(unit, part)
         home = self._regions.home(unit.index, region)
+        self._checksums.pop(layout.entries[index].name, None)
         if home is not None:
             _view(home[start:], layout, index).copy_(value)
         else:
