@@ -20,6 +20,7 @@ from headrace.executor.taken import Taken
 from headrace.model.parked import is_parked, placeholder
 from headrace.model.units import Anatomy
 from headrace.optim.held import HeldGradient
+from headrace.optim.rules import Rule
 from headrace.schedule import build
 from headrace.schedule.op import Program
 from headrace.session.options import Options
@@ -27,6 +28,8 @@ from headrace.session.report import Peaks, memory_report
 from headrace.session.values import Values
 from headrace.spec.model import ModelSpec
 from headrace.spec.placement import DEVICE, Placement
+
+CLOSED = "Load the model again; headrace.unwrap(model) keeps the weights where close() drops them"
 
 
 class Session:
@@ -164,7 +167,7 @@ class Session:
 
     def _usable(self, check: bool = True) -> None:
         if self.closed:
-            raise StepError("the session of this model is closed", "", "Call headrace.wrap(model) again")
+            raise StepError("the session of this model is closed, and its weights with it", "", CLOSED)
         if check:
             self._executor.check()
 
@@ -224,8 +227,8 @@ class Session:
         return self._values.read_weight(name, master)
 
     def read_for_save(self, name: str) -> Tensor:
-        """A weight in its parameter's dtype, for an export."""
-        return self._values.read_weight(name)
+        """A weight in its parameter's dtype, for an export. `name`: any of its names in the model."""
+        return self._values.read_weight(self._names[id(self.model.get_parameter(name))])
 
     def _name_of(self, parameter: nn.Parameter) -> str | None:
         return self._names.get(id(parameter))
@@ -239,18 +242,48 @@ class Session:
         from headrace.checkpoint.state import save_state
 
         self.wait()
-        if self._actions.broken:
-            raise StepError(self._actions.broken, "", "Restore a checkpoint instead of saving this memory")
+        if self.broken:
+            raise StepError(self.broken, "", "Restore a checkpoint instead of saving this memory")
+        if self._stream.held:
+            self.events.add("checkpoint", "gradients that no step has used are not saved", units=len(self._stream.held))
         save_state(folder, self)
 
     def restore(self, folder: str | Path) -> None:
-        """Read what `save` wrote. The placement may be another one."""
+        """Read what `save` wrote, also after a failed step. The placement may be another one. Raises CheckpointError
+        when it is missing, damaged or of another model; then nothing is changed."""
         from headrace.checkpoint.state import restore_state
 
-        self.wait()
+        self._usable(check=False)
         restore_state(folder, self)
-        self._actions.broken = None
         self._stream.forget_slots()
+
+    @property
+    def broken(self) -> str | None:
+        """Why the weights can no longer be trusted, or None."""
+        return self._actions.broken
+
+    @broken.setter
+    def broken(self, reason: str | None) -> None:
+        self._actions.broken = reason
+
+    @property
+    def rule(self) -> Rule:
+        """What updates the weights."""
+        return self._actions.rule
+
+    @property
+    def stores(self) -> Values:
+        """Single tensors of the stores, by parameter name."""
+        return self._values
+
+    def abandon_step(self) -> None:
+        """Drop gradients and passes under way, and forget failed work: all values are about to be replaced."""
+        self._stream.abandon()
+        self._executor.recover()
+        self._stream.begin_step()
+        self.zero_grad()
+        self._actions.ledger.drop()
+        self._actions.verdicts.clear()
 
     # -- ends -------------------------------------------------------------------------------------------------------
 
