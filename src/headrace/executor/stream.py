@@ -66,6 +66,7 @@ class Stream:
         """Given a pass whose backward begins: notes for updates inside it, or None when they must wait for step()."""
         self.grad_place = ""
         """Where the backward visit under way puts its gradients: a gradient slot, or "" for the unit's own region."""
+        self.trial: Callable[[BlockVisit, Sequence[Tensor], Sequence[Tensor]], None] = lambda visit, tensors, results: None
         self.ended: Callable[[], None] = lambda: None
         """Called when a whole backward is over."""
         self.updates = 0
@@ -77,6 +78,8 @@ class Stream:
         self._walk: Walk | None = None
         self._backward: Pass | None = None
         self._early_notes: dict[str, Any] | None = None
+        self._updated: set[int] = set()
+        """Units whose update runs inside the backward of this step."""
         self._live: weakref.WeakSet[Pass] = weakref.WeakSet()
 
     @property
@@ -275,6 +278,7 @@ class Stream:
         program = build.backward(
             self.spec, self.placement, pass_.visits[: number + 1], self.slots, frozenset(self.held), early
         )
+        self._updated |= {op.unit for op in program.ops if op.verb == "UPDATE"}
         notes = {"inputs": pass_.inputs, **(self._early_notes or {})}
         self._walk = self.executor.start(program, notes)
         return self._walk
@@ -334,14 +338,15 @@ class Stream:
         """step() was called: end the pass. Returns the notes of updates that ran inside the backward, if any did."""
         self._end_forward()
         notes, self._early_notes = self._early_notes, None
-        if notes is not None:
-            self.held -= set(self.early_units())
+        self.held -= self._updated
+        self._updated = set()
         return notes
 
     def _abandon_walk(self) -> None:
         assert self._walk is not None
         walk, self._walk = self._walk, None
         walk.abandon()
+        self._updated -= {op.unit for op in walk.program.ops if op.verb == "UPDATE" and walk.done[op.index].error}
         self.slots = (None,) * self.placement.slots
 
     def abandon(self) -> None:

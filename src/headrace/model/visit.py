@@ -54,6 +54,8 @@ class Stream(Protocol):
     device: torch.device
     rows: int | None
     recompute: bool
+    trial: Callable[[BlockVisit, Sequence[Tensor], Sequence[Tensor]], None]
+    """Called inside the lease of each forward; bounds the device's peak the first time."""
 
     def leased(self, visit: BlockVisit, backward: bool) -> contextlib.AbstractContextManager[None]:
         """The block's parameters point at its weights inside; gradients are collected in a backward."""
@@ -334,6 +336,8 @@ class VisitFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         with visit.stream.leased(visit, backward=False):
             results = visit.forward(tensors)
+            if visit.needs_grad:
+                visit.stream.trial(visit, tensors, results)
             kept = visit.stream.stash(visit, tensors)
         ctx.visit = visit
         ctx.save_for_backward(*kept)

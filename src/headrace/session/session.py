@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from headrace.base.errors import StepError
 from headrace.base.events import EventLog
+from headrace.base.units import parse_bytes
 from headrace.executor.actions import Actions
 from headrace.executor.executor import Executor
 from headrace.executor.stream import Pass, Stream
 from headrace.executor.taken import Taken
+from headrace.executor.trial import Trial
 from headrace.model.parked import is_parked, placeholder
 from headrace.model.units import Anatomy
 from headrace.optim.held import HeldGradient
@@ -53,6 +55,10 @@ class Session:
         self._shown: list[nn.Parameter] = []
         self.peaks = Peaks()
         stream.early, stream.ended = self._early, self._show_gradients
+        budget = None if options.device_memory is None else parse_bytes(options.device_memory)
+        self._trial = Trial(budget, events)
+        if options.check_memory:
+            stream.trial = self._trial
 
     # -- what a user looks at -----------------------------------------------------------------------------------
 
@@ -104,6 +110,8 @@ class Session:
         self._hide_gradients()
         if early is None and not held:
             return
+        if self.device.type == "cuda":
+            self._trial.compare(torch.cuda.max_memory_allocated(self.device))
         number = self.steps + 1
         notes: dict[Any, Any] = early if early is not None else {"step": number, "groups": self._groups()}
         order = [u for u in build.forward_order(self.spec, self._stream.predicted(True)) if u in held]

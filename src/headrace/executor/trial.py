@@ -1,0 +1,75 @@
+"""One trial pass of a block bounds the device's peak before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.base.errors import PlanError
+from headrace.base.events import EventLog
+from headrace.base.units import format_bytes
+from headrace.executor.head import LOGITS_AT_ONCE
+from headrace.model.surroundings import RandomState
+from headrace.model.visit import BlockVisit
+
+LOGIT_BYTES = 8
+"""Working memory of the loss for each logit of a tile by chunk."""
+WINDOW_BUFFERS = 6
+"""Hidden states of the whole window that the outer forward and the graph hold at a time."""
+
+
+@dataclass
+class Trial:
+    """Runs once, in the first training visit of a block on a GPU."""
+
+    budget: int | None
+    events: EventLog
+    bound: int | None = None
+    """Most bytes of device memory that a step is expected to use."""
+
+    def __call__(self, visit: BlockVisit, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        """Recompute and differentiate the block on its real arguments, and throw the gradients away."""
+        device = visit.stream.device
+        if self.bound is not None or device.type != "cuda" or not visit.stream.recompute:
+            return
+        hidden = max((t.nbytes for t in (*tensors, *results) if t.is_floating_point()), default=0)
+        base = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        random = RandomState.now(device)
+        with torch.enable_grad():
+            needs = [t.is_floating_point() and t.requires_grad for t in tensors]
+            grads = [torch.ones_like(r) if r.is_floating_point() else None for r in results]
+            visit.backward(tensors, needs, grads)
+        random.restore(device)
+        work = torch.cuda.max_memory_allocated(device) - base
+        loss = LOGITS_AT_ONCE * LOGIT_BYTES
+        self.bound = base + max(work, loss) + WINDOW_BUFFERS * hidden
+        self.events.add("memory", f"device memory stays below {format_bytes(self.bound)}",
+                        block=format_bytes(work), allocated=format_bytes(base))  # fmt: skip
+        if self.budget is not None and self.bound > self.budget:
+            self._refuse(visit, base, work, loss, hidden)
+
+    def _refuse(self, visit: BlockVisit, base: int, work: int, loss: int, hidden: int) -> None:
+        room = self.budget - base - WINDOW_BUFFERS * hidden if self.budget is not None else 0
+        batch = visit.calls[0].batch or 1
+        rows = min(visit.stream.rows or batch, batch)
+        fitting = int(rows * room / max(work, 1))
+        if room >= loss and fitting >= 1:
+            advice = f"Use rows={fitting}: so many rows of the batch at once fit"
+        else:
+            advice = "Use shorter sequences, a smaller batch, a smaller window, or more device_memory"
+        raise PlanError(
+            f"this batch needs {format_bytes(self.bound or 0)} of device memory, {format_bytes(self.budget or 0)} may be used",
+            f"a block of {rows} rows takes {format_bytes(work)}, weights and gradients {format_bytes(base)}, "
+            f"hidden states of the batch {format_bytes(WINDOW_BUFFERS * hidden)}",
+            advice,
+        )
+
+    def compare(self, peak: int) -> None:
+        """After a whole step: what was promised against what was measured."""
+        if self.bound is not None:
+            kind = "memory" if peak <= self.bound else "memory exceeded"
+            self.events.once("peak", kind, f"measured device peak {format_bytes(peak)}, bound {format_bytes(self.bound)}")
