@@ -1,0 +1,152 @@
+"""The command line as such: help without heavy imports, exit codes, errors as one text (reports 59, 99)."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from cpu.test_cli_world import headrace
+from headrace import __version__
+from headrace.cli.config import FLAGS, RunConfig
+from headrace.cli.progress import Display, StepLog
+from headrace.cli.rates import rate_factor
+from headrace.cli.signals import Stop, Stopped
+
+HEAVY = ("torch", "transformers", "numba", "numpy", "accelerate")
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["sample", "--help"], ["--version"], ["train"]])
+def test_no_heavy_import_before_a_command_runs(argv: list[str]) -> None:
+    """`headrace train` without options is a configuration error, which needs none of them either."""
+    program = (
+        "import sys; from headrace.cli.main import main\n"
+        "try: main()\n"
+        f"finally: print('heavy:', [name for name in {HEAVY} if name in sys.modules])"
+    )
+    path = str(Path(__file__).parents[2] / "src")
+    done = subprocess.run(
+        [sys.executable, "-c", program, *argv],
+        env={"PYTHONPATH": path, "COLUMNS": "200"},
+        text=True,
+        capture_output=True,
+    )
+    assert done.returncode == (2 if argv == ["train"] else 0), done.stderr
+    assert done.stdout.splitlines()[-1] == "heavy: []"
+
+
+def test_version_and_help() -> None:
+    assert headrace("--version") == (0, f"headrace {__version__}\n")
+    code, printed = headrace("train", "--help")
+    assert code == 0
+    for name in FLAGS:
+        assert "--" + name.replace("_", "-") in printed
+
+
+def test_configuration_errors_exit_2_all_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("stepz: 3\nlr: fast\n")
+    code, printed = headrace("train", "--config", str(file), "--batch", "none")
+    assert code == 2
+    for text in (
+        "the configuration has 6 mistakes", f"{file}:1: stepz is not an option; nearest: steps",
+        f"{file}:2: lr = 'fast' is not a number", "--batch: batch = 'none' is not a whole number",
+        "a model is missing", "data is missing", "output is missing",
+    ):  # fmt: skip
+        assert text in printed
+    assert "Traceback" not in printed
+
+
+def test_unknown_flag_exits_2_with_the_nearest() -> None:
+    code, printed = headrace("train", "--epoch", "3")
+    assert code == 2
+    assert "--epochs" in printed
+
+
+def test_debug_shows_the_traceback() -> None:
+    with pytest.raises(ValueError, match="a model is missing"):
+        headrace("train", "--debug")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "wanted"),
+    [
+        ("constant", [0.5, 1, 1, 1, 1, 1]),
+        ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25]),
+        ("cosine", [0.5, 1, 1, 0.8535534, 0.5, 0.1464466]),
+    ],
+)
+def test_learning_rates(schedule: str, wanted: list[float]) -> None:
+    factors = [rate_factor(step, schedule=schedule, warmup=2, steps=6) for step in range(6)]
+    assert factors == pytest.approx(wanted)
+    assert rate_factor(0, schedule=schedule, warmup=0, steps=6) == 1
+    assert rate_factor(9, schedule=schedule, warmup=2, steps=6) in (0, 1)
+
+
+def test_signal_before_the_loop_stops_at_once_and_in_it_waits() -> None:
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Stopped) as caught, Stop(Console(quiet=True)):
+        signal.raise_signal(signal.SIGTERM)
+    assert caught.value.number == signal.SIGTERM
+    with Stop(Console(quiet=True)) as stop:
+        stop.defer()
+        assert stop.number is None
+        signal.raise_signal(signal.SIGINT)
+        assert stop.number == signal.SIGINT
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL, "the second signal must not need us"
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == handler
+
+
+def test_log_is_cut_back_to_the_position_of_the_checkpoint(tmp_path: Path) -> None:
+    log = StepLog(tmp_path / "log.jsonl")
+    log.write(step=1, loss=float("nan"))
+    position = log.position
+    log.write(step=2, loss=2.0)
+    log.close()
+    again = StepLog(tmp_path / "log.jsonl", position)
+    again.write(step=2, loss=3.0)
+    again.close()
+    assert (tmp_path / "log.jsonl").read_text() == '{"step": 1, "loss": null}\n{"step": 2, "loss": 3.0}\n'
+
+
+def test_terminal_gets_a_bar_with_loss_speed_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(force_terminal=True, width=140)
+    with Display(console, 4, 0) as display:
+        display.step(1, 2.5, 1e-4, 1234.6, 3 << 20)
+        display.say("validation [loss] 2.0")
+    shown = capsys.readouterr().out
+    for text in ("1/4", "loss 2.5000", "1,235 tokens/s", "device 3.0 MiB", "RAM ", "validation [loss] 2.0"):
+        assert text in shown
+
+
+def test_pipe_gets_plain_lines_first_and_last_and_not_more_than_one_a_second(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with Display(Console(), 50, 0) as display:
+        for step in range(1, 51):
+            display.step(step, 2.5, 1e-4, 10, 0)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("step 1/50  loss 2.5000  lr 0.0001")
+    assert lines[1].startswith("step 50/50")
+    assert "\x1b" not in "".join(lines)
+
+
+def test_options_of_the_file_are_frozen() -> None:
+    """An option more is a decision, not an accident."""
+    assert len(RunConfig.model_fields) == 38
+
+
+def test_full_disk_is_one_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device", str(tmp_path))
+
+    monkeypatch.setattr("headrace.cli.train.train", full)
+    code, printed = headrace("train")
+    assert code == 1
+    assert printed == f"error: [Errno 28] No space left on device: '{tmp_path}'\n"

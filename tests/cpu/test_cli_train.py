@@ -1,0 +1,194 @@
+"""`headrace train` from end to end against a plain PyTorch loop: weights, printed losses, export (26, 33, 60)."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cpu.test_cli_world import arguments, headrace, log_of, save_data, save_model, steps_of, weights_of
+from cpu.test_data_samples import write_jsonl
+from headrace.data.encode import Encoder
+from headrace.data.prepare import Shape, prepare
+from headrace.data.sampler import Sampler
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(model folder, data file)."""
+    folder = tmp_path_factory.mktemp("world")
+    return save_model(folder / "model"), save_data(folder / "data.jsonl")
+
+
+def plain_training(model_folder: Path, data: Path, folder: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """What `arguments` asks for, written down in plain PyTorch: one row at a time, loss over the window's labels."""
+    model: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).train()
+    table, _ = prepare([data], Encoder(AutoTokenizer.from_pretrained(model_folder), 53), Shape(16), folder)
+    sampler = Sampler(len(table), 6, 5)
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    losses = []
+    for factor in (0.5, 1.0, 1.0, 0.75, 0.5, 0.25):
+        total, count = torch.zeros(()), 0
+        for index in sampler.next():
+            ids, prompt = table.row(int(index))
+            row = torch.tensor(ids.tolist())
+            logits = model(row[None]).logits[0]
+            first = max(prompt, 1)
+            total = total + torch.nn.functional.cross_entropy(logits[first - 1 : -1], row[first:], reduction="sum")
+            count += len(row) - first
+        (total / count).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * factor
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(total.detach()) / count)
+    return model.state_dict(), losses
+
+
+def test_training_equals_a_plain_loop(world: tuple[Path, Path], tmp_path: Path) -> None:
+    code, printed = headrace(*arguments(*world, tmp_path / "out"))
+    assert code == 0, printed
+    wanted, losses = plain_training(*world, tmp_path)
+    steps = steps_of(tmp_path / "out" / "log.jsonl")
+    assert [line["loss"] for line in steps] == pytest.approx(losses, rel=1e-5)
+    assert [line["lr"] for line in steps] == pytest.approx([0.005, 0.01, 0.01, 0.0075, 0.005, 0.0025])
+    assert all(line["grad_norm"] > 0.5 for line in steps), "clipping must bite for this test to see it"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert model.dtype == torch.float32
+    for name, tensor in model.state_dict().items():
+        error = (tensor - wanted[name]).norm() / wanted[name].norm()
+        assert error < 1e-5, f"{name}: {error}"
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("the cat")["input_ids"] == [29, 30]
+    assert "step 6/6  loss" in printed
+    assert "disk: 0 B written" in printed
+
+
+def test_printed_loss_is_the_trained_loss_and_evaluation_agrees(world: tuple[Path, Path], tmp_path: Path) -> None:
+    """Report 33: with lr 0, accumulation 4 and rows of differing lengths; each value is a mean over labels."""
+    data = save_data(tmp_path / "rows.jsonl", rows=4)
+    changes = {"steps": 2, "batch": 1, "accumulation": 4, "lr": 0, "warmup": 0, "validation": data}
+    code, printed = headrace(*arguments(world[0], data, tmp_path / "out", **changes))
+    assert code == 0, printed
+    lines = log_of(tmp_path / "out" / "log.jsonl")
+    trained = [line["loss"] for line in lines if "loss" in line]
+    evaluated = [line["validation_loss"] for line in lines if "validation_loss" in line]
+    assert len(trained) == 2
+    assert len(evaluated) == 2
+    assert trained + evaluated == pytest.approx([_token_mean(world[0], data, tmp_path)] * 4, rel=1e-5)
+
+
+def _token_mean(model_folder: Path, data: Path, folder: Path) -> float:
+    model: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    table, _ = prepare([data], Encoder(AutoTokenizer.from_pretrained(model_folder), 53), Shape(16), folder)
+    total, count = 0.0, 0
+    for index in range(len(table)):
+        ids, prompt = table.row(index)
+        row = torch.tensor(ids.tolist())
+        with torch.no_grad():
+            scores = model(row[None]).logits[0].log_softmax(-1)
+        total -= sum(float(scores[place - 1, row[place]]) for place in range(prompt, len(row)))
+        count += len(row) - prompt
+    return total / count
+
+
+def test_only_matrices_decay(world: tuple[Path, Path], tmp_path: Path) -> None:
+    """Report 60: rows whose loss says nothing about most embeddings; with lr alone they would not move."""
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b"}] * 4)
+    code, printed = headrace(*arguments(world[0], data, tmp_path / "out", schedule="constant"))
+    assert code == 0, printed
+    before, after = weights_of(world[0]), weights_of(tmp_path / "out")
+    kept = (1 - 0.01 * 0.1 * 0.5) * (1 - 0.01 * 0.1) ** 5
+    untouched = before["model.embed_tokens.weight"][40]
+    assert torch.allclose(after["model.embed_tokens.weight"][40], untouched * kept, rtol=1e-5)
+    gain = after["model.norm.weight"] / before["model.norm.weight"]
+    assert gain.max() > 1, "a norm that only shrank would have decayed"
+
+
+def test_effective_configuration_is_printed_and_written(world: tuple[Path, Path], tmp_path: Path) -> None:
+    code, printed = headrace(*arguments(*world, tmp_path / "out"))
+    assert code == 0
+    assert "lr: 0.01  (--lr)" in printed
+    assert "dtype: float32  (--set dtype)" in printed
+    assert "schedule: linear\n" in printed
+    written = yaml.safe_load((tmp_path / "out" / "run.yaml").read_text())
+    assert (written["lr"], written["dtype"], written["steps"], written["model"]) == (0.01, "float32", 6, str(world[0]))
+
+
+def test_epochs_validation_fraction_and_evaluation_in_between(world: tuple[Path, Path], tmp_path: Path) -> None:
+    changes = {"steps": None, "epochs": 2, "validation": 0.2, "eval_every": 3}
+    code, printed = headrace(*arguments(*world, tmp_path / "out", **changes))
+    assert code == 0, printed
+    assert "5 of 23 rows held out" in printed
+    lines = log_of(tmp_path / "out" / "log.jsonl")
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]  # 2 epochs of 18 rows, 6 a step
+    losses = [line["validation_loss"] for line in lines if "validation_loss" in line]
+    assert [line["step"] for line in lines if "validation_loss" in line] == [0, 3, 6]
+    assert losses[2] < losses[0] - 0.05
+    assert lines[-1]["step"] == 6
+    assert [line["epoch"] for line in lines if "epoch" in line][-1] == 2.0
+
+
+def test_from_random_weights(world: tuple[Path, Path], tmp_path: Path) -> None:
+    changes = {"model": None, "config_model": world[0] / "config.json", "tokenizer": world[0]}
+    code, printed = headrace(*arguments(*world, tmp_path / "out", **changes))
+    assert code == 0, printed
+    first = steps_of(tmp_path / "out" / "log.jsonl")[0]["loss"]
+    assert abs(first - math.log(53)) < 0.3, "random weights know nothing"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.num_hidden_layers == 3
+
+
+def test_bfloat16_exports_bfloat16(world: tuple[Path, Path], tmp_path: Path) -> None:
+    code, printed = headrace(*arguments(*world, tmp_path / "out", dtype="bfloat16"))
+    assert code == 0, printed
+    assert {tensor.dtype for tensor in weights_of(tmp_path / "out").values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        ([{"text": "a b"}, {"text": " "}, {"text": None}], "2 of 3 rows are broken"),
+        ([{"text": "a " * 40}], "longer than sequence_length"),
+    ],
+)
+def test_data_errors_are_one_text_without_traceback(
+    world: tuple[Path, Path], tmp_path: Path, rows: list[object], text: str
+) -> None:
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    code, printed = headrace(*arguments(world[0], data, tmp_path / "out", packing="false"))
+    assert code == 1
+    assert text in printed
+    assert "Traceback" not in printed
+    code, printed = headrace(*arguments(*world, tmp_path / "out"))
+    assert code == 0, "a run that failed before its first checkpoint leaves nothing that blocks the next"
+
+
+def test_more_positions_than_the_model_has(world: tuple[Path, Path], tmp_path: Path) -> None:
+    code, printed = headrace(*arguments(*world, tmp_path / "out", sequence_length=65))
+    assert code == 2
+    assert "sequence_length = 65 is more than the model's 64 positions" in printed
+
+
+def test_token_ids_beyond_the_embedding(world: tuple[Path, Path], tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(world[0])
+    tokenizer.add_tokens([f"<new{place}>" for place in range(20)])
+    tokenizer.save_pretrained(tmp_path / "larger")
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"text": "a b"}, {"text": "a <new19>"}])
+    code, printed = headrace(*arguments(world[0], data, tmp_path / "out", tokenizer=tmp_path / "larger"))
+    assert code == 1
+    assert "rows.jsonl:2 is beyond the model's embedding" in printed
+
+
+def test_length_not_given_is_what_the_model_has(world: tuple[Path, Path], tmp_path: Path) -> None:
+    code, printed = headrace(*arguments(*world, tmp_path / "out", sequence_length=None))
+    assert code == 0, printed
+    assert "sequence_length: 64  (not given; the model has 64 positions)" in printed
+    assert yaml.safe_load((tmp_path / "out" / "run.yaml").read_text())["sequence_length"] == 64
