@@ -37,6 +37,7 @@ class Executor:
 
     def start(self, program: Program, notes: Notes | None = None) -> Walk:
         """Begin a program. Overlapped: its copies start at once."""
+        self.publish("issued")
         walk = Walk(self, program, self._resolve(program), {} if notes is None else notes)
         with self._lock:
             for op, done in zip(program.ops, walk.done, strict=True):
@@ -60,6 +61,12 @@ class Executor:
         ended = {id(done) for done in walk.done if done.error is not None}
         with self._lock:
             self._tokens = {token: done for token, done in self._tokens.items() if id(done) not in ended}
+
+    def forget_errors(self) -> None:
+        """Nothing changed by failed work, and its error was raised: later programs need not wait for it."""
+        with self._lock:
+            self._tokens = {token: done for token, done in self._tokens.items() if done.error is None}
+            self._unwatched = [done for done in self._unwatched if done.error is None]
 
     def publish(self, token: str) -> None:
         """Let `token` stand for all work issued so far on the current compute stream."""

@@ -115,7 +115,7 @@ def _open_rest(model: nn.Module, anatomy: Anatomy, stream: Stream, undo: list[Ca
 
 def _guard(model: nn.Module, stream: Stream, undo: list[Callable[[], None]]) -> None:
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-        stream.executor.check()
+        model._headrace_session.before_forward()  # type: ignore[union-attr,operator]
         note_batch(args, kwargs)
         for block in blocks:
             _no_checkpointing(block, stream)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.base.errors import StepError
+from headrace.base.errors import NonFiniteError, StepError
 from headrace.base.events import EventLog
 from headrace.base.units import parse_bytes
 from headrace.executor.actions import Actions
@@ -51,6 +51,7 @@ class Session:
         self._executor: Executor = stream.executor
         self._actions: Actions = stream.actions
         self._names = {id(p): name for name, p in anatomy.parameters.items()}
+        self._early_notes: dict[str, Any] | None = None
         self._micro_batches = 0
         self._shown: list[nn.Parameter] = []
         self.peaks = Peaks()
@@ -100,11 +101,17 @@ class Session:
         """Seconds that each lane's thread has worked; empty when inline."""
         return self._executor.seconds()
 
+    def before_forward(self) -> None:
+        """The model is about to be called: raise what updates have met since."""
+        self._usable()
+        self._settled(self._executor.check)
+
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
         """Queue the updates of all units that hold gradients. Returns at once; whatever reads weights waits."""
         self._usable()
+        self._settled(self._executor.check)
         early = self._stream.begin_step()
         held = set(self._stream.held)
         self._hide_gradients()
@@ -122,14 +129,14 @@ class Session:
                 self._actions.ledger.arrive(rest, arrival.present)
                 self._actions.ledger.note_square(rest, None)
         program = build.update(self.spec, self.placement, order, self._stream.slots, norm=early is None)
-        self.steps = number
+        self.steps, self._early_notes = number, early
         self._stream.updates += 1
         self._stream.held.clear()
         self._micro_batches = 0
         self._stream.slots = program.slots_after
         self._executor.start(program, notes).finish()
         if not self.options.overlap:
-            self._raise_failed()
+            self._settled(self._executor.check)
 
     def _groups(self) -> list[dict[str, Any]]:
         """Hyper-parameters as they are now: a scheduler may change them while updates are still queued."""
@@ -161,23 +168,34 @@ class Session:
         """L2 norm of all gradients of the last step before clipping (waits for it); None before the first step."""
         if self.steps == 0:
             return None
-        self.wait() if self.options.on_nonfinite == "stop" else self._executor.wait("norm")
+        if self._early_notes is not None:
+            self.wait()
+            return math.sqrt(math.fsum(self._early_notes["squares"]))
+        self._executor.wait("norm")
         verdict = self._actions.verdicts.get(self.steps)
         return verdict.norm if verdict is not None else math.nan
 
     def wait(self) -> None:
         """Until every update is done. Raises what any of them met."""
-        self._usable(check=False)
-        self._executor.drain()
+        self._usable()
+        self._settled(self._executor.drain)
 
-    def _raise_failed(self) -> None:
-        self._executor.check()
-
-    def _usable(self, check: bool = True) -> None:
+    def _usable(self) -> None:
         if self.closed:
             raise StepError("the session of this model is closed, and its weights with it", "", CLOSED)
-        if check:
-            self._executor.check()
+
+    def _settled(self, action: Callable[[], None]) -> None:
+        """Run `action`, which raises what updates met. A step refused before it changed anything is then forgotten."""
+        try:
+            action()
+        except NonFiniteError:
+            if self._actions.broken is None:
+                with contextlib.suppress(NonFiniteError):
+                    self._executor.drain()
+                self._executor.forget_errors()
+                for unit in list(self._actions.ledger.arrived):
+                    self._actions.ledger.consume(unit, updated=False)
+            raise
 
     # -- gradients as the user sees them ------------------------------------------------------------------------------
 
