@@ -2,7 +2,8 @@
 
 A pass is a list of visits, in the order in which the model calls its blocks. Each visit becomes one compute op, and
 around it the copies that it needs. Dependencies are named by tokens (`slot:s1`, `home:u4`): the last op that gave a
-token in this program, or else in an earlier one, is what a later op waits for.
+token in this program, or else in an earlier one, is what a later op waits for. `issued` stands for all compute that
+was issued before this program began, in a pass or outside of one.
 """
 
 from __future__ import annotations
@@ -93,8 +94,10 @@ class _Builder:
                 self.add("READ", "weights", unit, place, "read", [f"home:u{unit}", free], [ready])
                 return
             stage = self.turn("h", self.placement.slots)
-            self.add("READ", "weights", unit, stage, "read", [f"home:u{unit}", f"unstaged:{stage}"], [f"staged:{stage}"])
-            self.add("LOAD", "weights", unit, f"{stage}>{place}", "h2d", [f"staged:{stage}", free], [ready, f"unstaged:{stage}"])
+            waits = [f"home:u{unit}", f"unstaged:{stage}"]
+            self.add("READ", "weights", unit, stage, "read", waits, [f"staged:{stage}"])
+            ends = [ready, f"unstaged:{stage}"]
+            self.add("LOAD", "weights", unit, f"{stage}>{place}", "h2d", [f"staged:{stage}", free], ends)
             return
         self.add("LOAD", "weights", unit, place, "h2d", [f"home:u{unit}", free], [ready])
 
@@ -108,7 +111,7 @@ class _Builder:
         """Everything one unit's update needs, in order."""
         placement, place = self.placement, "-"
         home, state = placement.home(unit), placement.state[unit]
-        needs = [f"grads:u{unit}", f"home:u{unit}", "norm"]
+        needs = [f"grads:u{unit}", f"home:u{unit}", "norm", "issued"]  # a forward after the backward may read it still
         staged = DISK in (home, state)
         if staged:
             place = self.turn("u", placement.update_slots)
@@ -122,7 +125,7 @@ class _Builder:
             ends = [f"unstaged:{place}", f"state:u{unit}"] + ([f"home:u{unit}"] if home == DISK else [])
             self.add("WRITE", "state", unit, place, "write", [f"updated:u{unit}"], ends)
         if refresh:
-            self.add("LOAD", "weights", unit, "r", "h2d", [f"updated:u{unit}", f"used:u{unit}"], [f"home:u{unit}"])
+            self.add("LOAD", "weights", unit, "r", "h2d", [f"updated:u{unit}"], [f"home:u{unit}"])
 
 
 def forward(spec: ModelSpec, placement: Placement, visits: Sequence[Visit], slots: Sequence[int | None]) -> Program:
@@ -135,10 +138,10 @@ def forward(spec: ModelSpec, placement: Placement, visits: Sequence[Visit], slot
             build.add("FORWARD", "-", -1, "-", "compute", _rows_ready(spec, visit), [], number)
             continue
         place, waits = build.bring(visit.unit, later)
-        gives = [f"slot:{place}"] if place != "r" else [f"used:u{visit.unit}"]
+        gives = [f"slot:{place}"] if place != "r" else []
         build.add("FORWARD", "-", visit.unit, place, "compute", waits, [*gives, f"forward:v{number}"], number)
         if visit.saves_input:
-            build.add("SEND", "input", visit.unit, "-", "d2h", [f"forward:v{number}"], [f"input:v{number}"], number)
+            build.add("SEND", "input", visit.unit, "-", "d2h", [f"forward:v{number}"], ["inputs"], number)
     return Program("forward", tuple(build.ops), tuple(slots), tuple(build.slots))
 
 
@@ -172,10 +175,10 @@ def backward(
             waits = [f"{token}:u{tile}" for tile in tiles for token in ("home", "grads")]
             build.add("BACKWARD", "-", -1, "-", "compute", waits, [f"backward:v{number}"], number)
             if trained:
-                gives = [f"grads:u{tile}" for tile in tiles]
-                build.add("SEND", "grads", -1, f"m{visit.unit}", "d2h", [f"backward:v{number}"], [f"sent:v{number}"], number)
+                place, gives = f"m{visit.unit}", [f"grads:u{tile}" for tile in tiles]
+                build.add("SEND", "grads", -1, place, "d2h", [f"backward:v{number}"], [f"sent:v{number}"], number)
                 waits = [f"sent:v{number}", *gives, *(f"updated:u{tile}" for tile in tiles)]
-                build.add("ADD", "grads", -1, f"m{visit.unit}", "host", waits, gives, number)
+                build.add("ADD", "grads", -1, place, "host", waits, gives, number)
                 contributed.update(tiles)
         else:
             _backward_unit(build, visit, number, later, contributed)
@@ -202,14 +205,16 @@ def _backward_unit(
     place, waits = build.bring(unit, later)
     if visit.saves_input:
         slot = build.turn("i", placement.input_slots)
-        build.add("LOAD", "input", unit, slot, "h2d", [f"input:v{number}", f"free:{slot}"], [f"input:{slot}"], number)
+        # All inputs were sent on one lane, so that the last one stands for all, also where a forward was on demand.
+        build.add("LOAD", "input", unit, slot, "h2d", ["inputs", f"free:{slot}"], [f"input:{slot}"], number)
         waits = [*waits, f"input:{slot}"]
-    gives = [f"slot:{place}"] if place != "r" else [f"used:u{unit}"]
+    gives = [f"slot:{place}"] if place != "r" else []
     gives += [f"free:{slot}"] if visit.saves_input else []
     if not spec.units[unit].trained.entries:
         build.add("BACKWARD", "-", unit, place, "compute", waits, gives, number)
     elif placement.state[unit] == DEVICE:
-        build.add("BACKWARD", "-", unit, place, "compute", [*waits, f"updated:u{unit}"], [*gives, f"grads:u{unit}"], number)
+        build.add("BACKWARD", "-", unit, place, "compute", [*waits, f"updated:u{unit}", f"grads:u{unit}"],
+                  [*gives, f"grads:u{unit}"], number)  # fmt: skip
         contributed.add(unit)
     else:
         grad = build.turn("g", placement.grad_slots)
@@ -237,7 +242,8 @@ def update(
     trained = [unit for unit in units if spec.units[unit].trained.entries]
     for unit in trained:
         if spec.units[unit].kind == REST and placement.state[unit] != DEVICE:
-            build.add("SEND", "grads", unit, "r>-", "d2h", [f"backward:u{unit}", f"updated:u{unit}"], [f"grads:u{unit}"])
+            waits = [f"backward:u{unit}", f"updated:u{unit}"]
+            build.add("SEND", "grads", unit, "r>-", "d2h", waits, [f"grads:u{unit}"])
     if norm:
         build.add("NORM", "grads", -1, "-", "host", [f"grads:u{unit}" for unit in trained], ["norm"])
     for unit in trained:

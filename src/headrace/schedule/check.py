@@ -1,15 +1,22 @@
-"""Checks a program against the laws: ops wait only on earlier ops, slots are loaded before use, nothing leaks."""
+"""Checks a program against the laws: ops wait only on earlier ops, places are filled before use, nothing leaks."""
 
 from __future__ import annotations
 
-from headrace.schedule.op import LANES, VERBS, Program
+import re
+
+from headrace.schedule.op import LANES, VERBS, Op, Program
+
+_PLACE = re.compile(r"[shgaui]\d+")
 
 
 def check(program: Program) -> list[str]:
     """What is wrong with the program, one sentence each; empty when it is right."""
     faults: list[str] = []
-    slots: list[int | None] = list(program.slots_before)
-    last: dict[int, int] = {}
+    before: list[int] = []
+    """By position, a bit for each op that is over when this one begins: what it waits for, and its lane before it."""
+    lanes: dict[str, int] = {}
+    filled: dict[str, int] = {}
+    used: dict[str, list[int]] = {}
     for position, op in enumerate(program.ops):
         where = f"op {op.index} ({op.verb} u{op.unit} @{op.lane})"
         if op.index != position:
@@ -17,20 +24,60 @@ def check(program: Program) -> list[str]:
         if op.verb not in VERBS or op.lane not in LANES:
             faults.append(f"{where} has an unknown verb or lane")
         faults += [f"{where} waits for the later op {other}" for other in op.after if other >= position]
+        earlier = [other for other in op.after if other < position] + ([lanes[op.lane]] if op.lane in lanes else [])
+        over = 0
+        for other in earlier:
+            over |= before[other] | 1 << other
+        before.append(over)
+        lanes[op.lane] = position
+        reads, writes = _touched(op)
+        for place in reads:
+            if place in filled and not over >> filled[place] & 1:
+                faults.append(f"{where} reads {place} without waiting for op {filled[place]}, which fills it")
+        for place in writes:
+            faults += [
+                f"{where} overwrites {place} without waiting for op {other}, which uses it"
+                for other in used.get(place, ()) if not over >> other & 1
+            ]  # fmt: skip
+            filled[place], used[place] = position, [position]
+        for place in reads:
+            used.setdefault(place, []).append(position)
+    return faults + _check_slots(program)
+
+
+def _touched(op: Op) -> tuple[list[str], list[str]]:
+    """(places that it reads, places that it writes)."""
+    source, _, target = op.place.rpartition(">")
+    if op.verb in ("FORWARD", "BACKWARD"):
+        weights, _, grads = op.place.partition(">")
+        inputs = [token.removeprefix("free:") for token in op.gives if token.startswith("free:")]
+        reads, writes = [weights, *inputs], [grads]
+    elif op.verb in ("LOAD", "SEND"):
+        reads, writes = [source], [target]
+    elif op.verb in ("WRITE", "ADD"):
+        reads, writes = [op.place], []
+    else:
+        reads, writes = ([op.place] if op.verb == "UPDATE" else []), [op.place]
+    return [p for p in reads if _PLACE.fullmatch(p)], [p for p in writes if _PLACE.fullmatch(p)]
+
+
+def _check_slots(program: Program) -> list[str]:
+    """Each compute op finds its own unit in its slot."""
+    faults = []
+    slots: list[int | None] = list(program.slots_before)
+    for op in program.ops:
         place = op.place.rpartition(">")[2] if op.verb == "LOAD" else op.place.partition(">")[0]
-        if not (place.startswith("s") and place[1:].isdigit()):
+        if not (place.startswith("s") and _PLACE.fullmatch(place)):
             continue
         slot = int(place[1:])
         if op.verb in ("LOAD", "READ"):
-            if slot in last and last[slot] not in op.after:
-                faults.append(f"{where} overwrites slot {slot} without waiting for op {last[slot]}, which uses it")
             slots[slot] = op.unit
         elif slots[slot] != op.unit:
-            faults.append(f"{where} uses slot {slot}, which holds unit {slots[slot]}")
-        if op.verb in ("FORWARD", "BACKWARD"):
-            last[slot] = position
+            faults.append(
+                f"op {op.index} ({op.verb} u{op.unit} @{op.lane}) uses slot {slot}, which holds unit {slots[slot]}"
+            )
         if op.verb == "FREE":
-            slots[slot], last[slot] = None, position
+            slots[slot] = None
     if tuple(slots) != program.slots_after and program.name != "update":
         faults.append(f"the slots end as {tuple(slots)}, not as {program.slots_after}")
     return faults

@@ -74,7 +74,7 @@ _OP = re.compile(r"(\d+) ([A-Z]+) (\S+) u(-?\d+) -> (\S+) @(\w+)(?: v(\d+))?(?: 
 
 def parse(text: str) -> Program:
     """The program that `str(program)` printed. Raises ValueError at a line that is no op."""
-    lines = text.strip().splitlines()
+    lines = text.strip().splitlines() or [""]
     head = re.fullmatch(r"program (\S+) slots (.*?) ?=> ?(.*)", lines[0].strip())
     if not head:
         raise ValueError(f"not the first line of a program: {lines[0]!r}")
