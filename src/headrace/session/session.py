@@ -148,7 +148,7 @@ class Session:
         declared = options.accumulation is not None and self._micro_batches >= options.accumulation
         if not declared or options.max_grad_norm is not None or options.on_nonfinite != "stop":
             return None
-        return {"step": self.steps + 1, "groups": self._groups()}
+        return {"step": self.steps + 1, "groups": self._groups(), "squares": []}
 
     def zero_grad(self) -> None:
         """Drop gradients that no step has used."""
