@@ -189,13 +189,15 @@ def _saved_group(group: dict[str, Any], events: EventLog) -> dict[str, Any]:
     """Hyper-parameters as JSON keeps them: a learning rate held in a tensor becomes its number."""
     saved: dict[str, Any] = {}
     for key, value in group.items():
+        if key == "params":
+            continue
         if isinstance(value, Tensor) and value.numel() == 1:
             saved[key] = value.item()
         elif isinstance(value, (tuple, list)) and all(isinstance(v, (Tensor, int, float)) for v in value):
             saved[key] = [v.item() if isinstance(v, Tensor) else v for v in value]
         elif value is None or isinstance(value, (bool, int, float, str)):
             saved[key] = value
-        elif key != "params":
+        else:
             text = f"the entry {key!r} of a parameter group is not saved: a {type(value).__name__} has no text form"
             events.once(f"group {key}", "checkpoint", text)
     return saved

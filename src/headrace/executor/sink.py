@@ -157,8 +157,9 @@ class _Goal:
                 view.zero_()
         _clear_gaps(self._region, self._layout)
         if self._own:
-            self._ledger.arrive(self._unit.index, present)
-            self._ledger.note_square(self._unit.index, None)
+            if present:  # a frozen unit has no gradients
+                self._ledger.arrive(self._unit.index, present)
+                self._ledger.note_square(self._unit.index, None)
             return Arrival(present)
         squares = []
         for first, last in _segments(self._unit.trained):

@@ -279,7 +279,7 @@ class Session:
         when it is missing, damaged or of another model; then nothing is changed."""
         from headrace.checkpoint.state import restore_state
 
-        self._usable(check=False)
+        self._usable()
         restore_state(folder, self)
         self._stream.forget_slots()
 
@@ -310,6 +310,7 @@ class Session:
         self.zero_grad()
         self._actions.ledger.drop()
         self._actions.verdicts.clear()
+        self._early_notes = None
 
     # -- ends -------------------------------------------------------------------------------------------------------
 
