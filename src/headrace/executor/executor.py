@@ -40,6 +40,7 @@ class Executor:
         self.publish("issued")
         walk = Walk(self, program, self._resolve(program), {} if notes is None else notes)
         with self._lock:
+            walk.replaced = {t: self._tokens[t] for op in program.ops for t in op.gives if t in self._tokens}
             for op, done in zip(program.ops, walk.done, strict=True):
                 self._tokens.update(dict.fromkeys(op.gives, done))
                 if op.lane == "host" or op.verb == "WRITE":
@@ -57,10 +58,17 @@ class Executor:
         ]
 
     def forget(self, walk: Walk) -> None:
-        """Tokens of an abandoned walk that stand for work never done or failed stand for nothing."""
-        ended = {id(done) for done in walk.done if done.error is not None}
+        """Tokens of an abandoned walk stand for the last of its ops that was done, else for what they stood for."""
+        last = dict(walk.replaced)
+        for op, done in zip(walk.program.ops, walk.done, strict=True):
+            if done.error is None:
+                last.update(dict.fromkeys(op.gives, done))
+        failed = {id(done) for done in walk.done if done.error is not None}
         with self._lock:
-            self._tokens = {token: done for token, done in self._tokens.items() if id(done) not in ended}
+            for token in [token for token, done in self._tokens.items() if id(done) in failed]:
+                del self._tokens[token]
+                if token in last:
+                    self._tokens[token] = last[token]
 
     def forget_errors(self) -> None:
         """Nothing changed by failed work, and its error was raised: later programs need not wait for it."""
@@ -116,9 +124,7 @@ class Executor:
         for done in [*self._tokens.values(), *self._unwatched]:
             with contextlib.suppress(BaseException):
                 done.wait()
-        with self._lock:
-            self._unwatched.clear()
-            self._tokens = {token: done for token, done in self._tokens.items() if done.error is None}
+        self.forget_errors()
 
     def check(self) -> None:
         """Raise the error of host work that has failed meanwhile; forget what is done."""
@@ -152,6 +158,8 @@ class Walk:
         self.program, self.notes = program, notes
         self.done = [Completion() for _ in program.ops]
         self._executor, self._before = executor, before
+        self.replaced: dict[str, Completion] = {}
+        """What the program's tokens stood for before it began."""
         self._next = 0
         self._visits = program.compute()
         self.position = 0
@@ -199,8 +207,14 @@ class Walk:
         """Give the pass up: nothing that was not yet computed runs, and all that runs ends before this returns."""
         cancelled = Cancelled()
         for op in self.program.ops:
-            if op.lane == "compute" or not self._executor.overlap:
+            if op.lane == "compute":
                 self.done[op.index].fail(cancelled)
+        if not self._executor.overlap:
+            for op in self.program.ops[self._next :]:
+                if op.lane in ("h2d", "read"):  # for visits that will not be made
+                    self.done[op.index].fail(cancelled)
+                elif op.lane != "compute":  # gradients of visits that were made
+                    run_job(self.job(op), self._executor.stream(), op.lane in HOST_LANES)
         for op in self.program.ops:
             try:
                 self.done[op.index].wait()
@@ -218,7 +232,7 @@ class Walk:
                 self._executor.run(op, self.notes)
                 self.done[op.index].finish(self._executor.record())
             else:
-                run_job(self.job(op), self._executor.stream())
+                run_job(self.job(op), self._executor.stream(), op.lane in HOST_LANES)
                 error = self.done[op.index].error
                 if error is not None and op.lane not in ("host", "write"):
                     raise error

@@ -28,14 +28,16 @@ class Job:
 
 
 class ThreadLane:
-    """Runs jobs first in, first out on one thread. A copy lane on a GPU issues them on its own stream."""
+    """Runs jobs first in, first out on one thread. On a GPU, copies and the updates of what lives there are issued on
+    streams of their own."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.name = name
         self.seconds = 0.0
         """Time spent running jobs, waits for other lanes not counted."""
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and name in COPY_LANES else None
+        own = device.type == "cuda" and name in (*COPY_LANES, "host")
+        self._stream = torch.cuda.Stream(device) if own else None
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"headrace-{name}", daemon=True)
         self._thread.start()
@@ -53,7 +55,7 @@ class ThreadLane:
         context = torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
         with context, torch.no_grad():
             while (job := self._queue.get()) is not None:
-                self.seconds += run_job(job, self._stream)
+                self.seconds += run_job(job, self._stream, self.name in HOST_LANES)
                 del job
 
 
@@ -65,11 +67,14 @@ def _record(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
     return event
 
 
-def run_job(job: Job, stream: torch.cuda.Stream | None) -> float:
-    """Wait, run and complete one job; an error reaches whoever waits for it. Returns the seconds it ran."""
+def run_job(job: Job, stream: torch.cuda.Stream | None, on_host: bool) -> float:
+    """Wait, run and complete one job; an error reaches whoever waits for it. Returns the seconds it ran.
+
+    `on_host`: the CPU itself works on what the job waits for, so that it is the CPU that must wait.
+    """
     try:
         for completion in job.waits:
-            completion.wait(stream)
+            completion.wait(None if on_host else stream)
         start = time.perf_counter()
         job.run()
         job.done.finish(_record(stream))
