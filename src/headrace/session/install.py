@@ -17,7 +17,6 @@ from headrace.loss.fused import fused_loss, is_causal_lm_loss
 from headrace.model.parked import WeightValue
 from headrace.model.units import Anatomy
 from headrace.model.visit import Block
-from headrace.spec.model import REST
 
 
 def install(model: nn.Module, anatomy: Anatomy, stream: Stream, undo: list[Callable[[], None]]) -> list[Taken]:
@@ -42,7 +41,6 @@ def install(model: nn.Module, anatomy: Anatomy, stream: Stream, undo: list[Calla
     trained = [p for unit in stream.spec.units for p in anatomy.of_unit(unit.index) if p.requires_grad]
     trained += [p for p in anatomy.matrix_weights.values() if p.requires_grad]
     undo += [handle.remove for handle in stream.sink.watch(trained)]
-    _open_rest(model, anatomy, stream, undo)
     _guard(model, stream, undo)
     return taken
 
@@ -87,30 +85,6 @@ def _take_loss(
         model.loss_function = original if before is None else before
 
     undo.append(restore)
-
-
-def _open_rest(model: nn.Module, anatomy: Anatomy, stream: Stream, undo: list[Callable[[], None]]) -> None:
-    """Modules whose weights stay on the device wait for their update before they run."""
-    rest = next((unit for unit in stream.spec.units if unit.kind == REST), None)
-    if rest is None:
-        return
-    parameters = anatomy.of_unit(rest.index)
-    stream.sink.open_rest(rest, parameters)
-    own = {id(p) for p in parameters}
-
-    def before(module: nn.Module, args: Any) -> None:
-        stream.executor.wait(f"home:u{rest.index}", on_stream=True)
-
-    def clear(parameter: nn.Parameter) -> Callable[[Tensor], None]:
-        def hook(grad: Tensor) -> None:
-            parameter.grad = None  # autograd would add to the stand-in of an earlier backward
-
-        return hook
-
-    for module in model.modules():
-        if any(id(p) in own for p in module._parameters.values()):
-            undo.append(module.register_forward_pre_hook(before).remove)
-    undo += [p.register_hook(clear(p)).remove for p in parameters if p.requires_grad]
 
 
 def _guard(model: nn.Module, stream: Stream, undo: list[Callable[[], None]]) -> None:

@@ -26,6 +26,7 @@ from headrace.optim.rules import Rule
 from headrace.schedule import build
 from headrace.schedule.op import Program
 from headrace.session.options import Options
+from headrace.session.rest import Rest
 from headrace.session.report import Peaks, memory_report
 from headrace.session.values import Values
 from headrace.spec.model import ModelSpec
@@ -51,6 +52,8 @@ class Session:
         self._executor: Executor = stream.executor
         self._actions: Actions = stream.actions
         self._names = {id(p): name for name, p in anatomy.parameters.items()}
+        rest = anatomy.rest
+        self._rest = None if rest is None else Rest(model, anatomy.spec.units[rest], anatomy.of_unit(rest), stream)
         self._early_notes: dict[str, Any] | None = None
         self._micro_batches = 0
         self._shown: list[nn.Parameter] = []
@@ -135,6 +138,8 @@ class Session:
         self._micro_batches = 0
         self._stream.slots = program.slots_after
         self._executor.start(program, notes).finish()
+        if self._rest is not None and rest in order:
+            self._rest.park()
         if not self.options.overlap:
             self._settled(self._executor.check)
 
@@ -190,9 +195,8 @@ class Session:
             action()
         except NonFiniteError:
             if self._actions.broken is None:
-                with contextlib.suppress(NonFiniteError):
-                    self._executor.drain()
-                self._executor.forget_errors()
+                self._stream.abandon()
+                self._executor.recover()
                 for unit in list(self._actions.ledger.arrived):
                     self._actions.ledger.consume(unit, updated=False)
             raise
@@ -321,6 +325,11 @@ class Session:
         self._stream.abandon()
         with contextlib.suppress(BaseException):
             self._executor.drain()
+        if self._rest is not None:
+            with contextlib.suppress(BaseException):
+                self._rest.settle()
+            for handle in self._rest.handles:
+                handle.remove()
         self.closed = True
         self._executor.close()
         for undo in reversed(self._undo):
