@@ -120,6 +120,15 @@ class Sink:
         finally:
             self._targets, self._taken = {}, set()
 
+    @contextlib.contextmanager
+    def ignoring(self) -> Iterator[None]:
+        """Gradients are thrown away inside."""
+        rest, self._rest = self._rest, {}
+        try:
+            yield
+        finally:
+            self._rest = rest
+
     def tile(self, unit: Unit, place: str) -> tuple[Tensor, Callable[[], Arrival]]:
         """(fp32 buffer (rows, columns) to add a tile's gradient to, what to call at the end)."""
         goal = _Goal(self._regions, self._ledger, unit, place, runs=2)

@@ -12,6 +12,7 @@ from headrace.base.errors import PlanError
 from headrace.base.events import EventLog
 from headrace.base.units import format_bytes
 from headrace.executor.head import LOGITS_AT_ONCE
+from headrace.executor.sink import Sink
 from headrace.model.surroundings import RandomState
 from headrace.model.visit import BlockVisit
 
@@ -26,6 +27,7 @@ class Trial:
     """Runs once, in the first training visit of a block on a GPU."""
 
     budget: int | None
+    sink: Sink
     events: EventLog
     bound: int | None = None
     """Most bytes of device memory that a step is expected to use."""
@@ -39,7 +41,7 @@ class Trial:
         base = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         random = RandomState.now(device)
-        with torch.enable_grad():
+        with torch.enable_grad(), self.sink.ignoring():
             needs = [t.is_floating_point() and t.requires_grad for t in tensors]
             grads = [torch.ones_like(r) if r.is_floating_point() else None for r in results]
             visit.backward(tensors, needs, grads)

@@ -60,7 +60,7 @@ class Session:
         self.peaks = Peaks()
         stream.early, stream.ended = self._early, self._show_gradients
         budget = None if options.device_memory is None else parse_bytes(options.device_memory)
-        self._trial = Trial(budget, events)
+        self._trial = Trial(budget, stream.sink, events)
         if options.check_memory:
             stream.trial = self._trial
 
