@@ -23,7 +23,9 @@ def save_model() -> None:
     print(f"demo: expanding {gguf.name} to float32 in {MODEL} (once)", flush=True)
     source: dict[str, Any] = {"gguf_file": gguf.name}
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
-    model = type(loaded)(loaded.config)  # a model loaded from GGUF refuses to be saved
+    config = loaded.config.to_dict()
+    config.pop("quantization_config", None)  # what is saved is float32
+    model = type(loaded)(type(loaded.config).from_dict(config))  # `loaded` itself refuses to be saved
     model.load_state_dict(loaded.state_dict())
     unfinished = MODEL.with_name("model.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)

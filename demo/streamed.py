@@ -81,6 +81,7 @@ def main(result: Path) -> None:
     model, optimizer = headrace.wrap(
         model,
         optimizer,
+        accumulation=1,  # one backward a step, so updates may start during it
         device="cpu",
         device_memory=budget,
         placement={"weights": "disk", "state": "disk"},
