@@ -167,8 +167,7 @@ def test_data_errors_are_one_text_without_traceback(
     assert code == 1
     assert text in printed
     assert "Traceback" not in printed
-    code, printed = headrace(*arguments(*world, tmp_path / "out"))
-    assert code == 0, "a run that failed before its first checkpoint leaves nothing that blocks the next"
+    assert list((tmp_path / "out").iterdir()) == [], "what is left could block the next run"
 
 
 def test_more_positions_than_the_model_has(world: tuple[Path, Path], tmp_path: Path) -> None:
