@@ -40,7 +40,8 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor of any dtype, as writable bytes; no copy."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(f"needs a contiguous CPU tensor, got {tensor.device} with strides {tensor.stride()}")
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # one element may come with any stride
+    return flat.view(torch.uint8).numpy().data
 
 
 class PositionalFile:
