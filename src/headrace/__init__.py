@@ -25,10 +25,12 @@ from headrace.base.errors import (
 )
 
 if TYPE_CHECKING:
+    from headrace.executor.window import accumulate
     from headrace.loss.linear_cross_entropy import causal_lm_loss, linear_cross_entropy
     from headrace.model.blocks import find_blocks
     from headrace.model.build import load_model
-    from headrace.session import Session, accumulate, memory_report, session, unwrap, wrap
+    from headrace.session.session import Session
+    from headrace.session.wrap import memory_report, session, unwrap, wrap
 
 __version__ = "0.1.0"
 
@@ -58,11 +60,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "wrap": "headrace.session",
-    "unwrap": "headrace.session",
-    "memory_report": "headrace.session",
-    "accumulate": "headrace.session",
-    "Session": "headrace.session",
+    "wrap": "headrace.session.wrap",
+    "unwrap": "headrace.session.wrap",
+    "memory_report": "headrace.session.wrap",
+    "accumulate": "headrace.executor.window",
+    "Session": "headrace.session.session",
     "find_blocks": "headrace.model.blocks",
     "load_model": "headrace.model.build",
     "linear_cross_entropy": "headrace.loss.linear_cross_entropy",
@@ -84,15 +86,15 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keeps `headrace.session` the function: importing the module of that name would store the module there."""
+    """Keeps `headrace.session` the function: importing the room of that name would store the room there."""
 
     @property
     def session(self) -> Any:
-        return import_module("headrace.session").session
+        return import_module("headrace.session.wrap").session
 
     @session.setter
-    def session(self, module: ModuleType) -> None:
-        pass  # the import system stores the submodule here; `sys.modules` keeps it too
+    def session(self, room: ModuleType) -> None:
+        pass  # the import system stores the room here; `sys.modules` keeps it too
 
 
 sys.modules[__name__].__class__ = _Package

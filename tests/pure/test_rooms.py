@@ -109,10 +109,10 @@ def test_public_names_are_frozen() -> None:
         headrace.wrapp
 
 
-def test_session_is_a_function_even_after_its_module_was_imported() -> None:
-    """The module `headrace.session` and the public function of that name do not get in each other's way."""
-    from headrace.session import Session
-    from headrace.session import session as function
+def test_session_is_a_function_even_after_its_room_was_imported() -> None:
+    """The room `headrace.session` and the public function of that name do not get in each other's way."""
+    from headrace.session.session import Session
+    from headrace.session.wrap import session as function
 
     assert headrace.session is function
     assert headrace.Session is Session
