@@ -66,14 +66,20 @@ def test_constraints_pin_the_whole_development_set() -> None:
     assert not [name for name in pins if name.startswith(("nvidia-cu", "nvidia-nc", "triton"))]
 
 
-def test_program_in_the_architecture_is_one() -> None:
-    """The ops that ARCHITECTURE.md shows parse as a program and print as they stand there."""
-    from headrace.schedule.op import parse
+def test_program_in_the_architecture_is_what_is_built() -> None:
+    """The forward of four blocks that ARCHITECTURE.md shows, op by op."""
+    from headrace.schedule.build import Visit, forward
+    from headrace.spec.layout import Entry, place
+    from headrace.spec.model import BLOCK, ModelSpec, StateSpec, Unit
+    from headrace.spec.placement import DISK, Placement
 
-    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    shown = re.search(r"^```text\n(program .*?)\n```", text, re.MULTILINE | re.DOTALL)
+    layout = place([Entry("weight", (8, 8), "bfloat16", True)])
+    units = tuple(Unit(index, f"u{index}", BLOCK, layout, StateSpec(("exp_avg", "exp_avg_sq"))) for index in range(4))
+    placement = Placement((DISK,) * 4, (DISK,) * 4, slots=2, staged=True)
+    program = forward(ModelSpec(units), placement, [Visit(index) for index in range(4)], (None, None))
+    shown = re.search(r"^```text\n(program .*?)\n```", (ROOT / "ARCHITECTURE.md").read_text("utf-8"), re.M | re.S)
     assert shown
-    assert str(parse(shown.group(1))) == shown.group(1)
+    assert shown.group(1) == str(program)
 
 
 def test_every_report_has_its_test_or_answer() -> None:
