@@ -90,11 +90,19 @@ def test_where_and_how_fast_may_change_on_resume(world: tuple[Path, Path], strai
     """Report 73: neither folder names nor placement matter; the data is known by content, not by its path."""
     output = cut_back(straight, tmp_path / "elsewhere", 2)
     data = shutil.copy(world[1], tmp_path / "moved.jsonl")
-    options = {**OPTIONS, "keep": 1, "window": 4, "placement": "{weights: host, state: host}"}
+    options = {
+        **OPTIONS,
+        "keep": 1,
+        "window": 4,
+        "placement": "{weights: disk, state: disk}",
+        "disk_dir": tmp_path / "spill",
+    }
     code, printed = headrace(*arguments(world[0], Path(data), output, **options, resume=True))
     assert code == 0, printed
     assert_same_weights([straight, output])
     assert found(output) == ["step-6"]
+    assert list((tmp_path / "spill").iterdir()) == []
+    assert "0 B written, 0 B read" not in printed
 
 
 def test_another_run_is_refused_with_all_differences(world: tuple[Path, Path], straight: Path, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_training_equals_a_plain_loop(world: tuple[Path, Path], tmp_path: Path) 
         assert error < 1e-5, f"{name}: {error}"
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("the cat")["input_ids"] == [29, 30]
     assert "step 6/6  loss" in printed
-    assert "disk: 0 B written" in printed
+    assert "disk placement: 0 B written" in printed
 
 
 def test_printed_loss_is_the_trained_loss_and_evaluation_agrees(world: tuple[Path, Path], tmp_path: Path) -> None:

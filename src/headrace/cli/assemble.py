@@ -22,6 +22,7 @@ from headrace.data.encode import Encoder
 from headrace.data.prepare import Counts, Shape, prepare
 from headrace.data.sampler import Sampler
 from headrace.data.table import TokenTable
+from headrace.session.wrap import session, wrap
 
 DEFAULT_LENGTH = 1024
 """Tokens of the longest row where none are given and the model has as many positions."""
@@ -62,16 +63,16 @@ def assemble(config: RunConfig, say: Callable[[str], None], counting: Callable[[
     steps = config.steps or (config.epochs or 1) * sampler.steps_per_epoch
     if config.warmup >= steps and config.warmup:
         raise ConfigError([f"warmup = {config.warmup} leaves nothing of the {steps} steps"])
-    model, optimizer = wrap(config, model)
+    model, optimizer = _streamed(config, model)
     factor = partial(rate_factor, schedule=config.schedule, warmup=config.warmup, steps=steps)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(step))
     return Parts(
-        config, model, tokenizer, headrace.session(model), optimizer, scheduler, train, validation, sampler,
+        config, model, tokenizer, session(model), optimizer, scheduler, train, validation, sampler,
         encoder.pad, steps, {"data": train.fingerprint, "model": model_fingerprint(model)},
     )  # fmt: skip
 
 
-def wrap(config: RunConfig, model: Any) -> tuple[Any, Any]:
+def _streamed(config: RunConfig, model: Any) -> tuple[Any, Any]:
     """The streamed model and its optimizer: AdamW, where matrices decay and norms and biases do not."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -82,7 +83,7 @@ def wrap(config: RunConfig, model: Any) -> tuple[Any, Any]:
         [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps
     )
     place = config.placement
-    model, wrapped = headrace.wrap(
+    model, wrapped = wrap(
         model,
         optimizer,
         device=config.device,

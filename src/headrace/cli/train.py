@@ -152,6 +152,6 @@ def _tell_memory(report: Mapping[str, Any], say: Any) -> None:
     device, host, disk, link = (report[tier] for tier in ("device", "host", "disk", "link"))
     say(
         f"device peak {format_bytes(device['peak'])}, host peak {format_bytes(host['peak_rss'])}; "
-        f"disk: {format_bytes(disk['written'])} written, {format_bytes(disk['read'])} read; "
+        f"disk placement: {format_bytes(disk['written'])} written, {format_bytes(disk['read'])} read; "
         f"link: {format_bytes(link['to_device'])} up, {format_bytes(link['to_host'])} down"
     )
