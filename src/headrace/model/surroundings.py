@@ -85,15 +85,22 @@ def _collector() -> Any:
     return getattr(capturing, "_active_collector", None) if capturing is not None else None
 
 
-@contextlib.contextmanager
-def recording() -> Iterator[dict[Any, list[Any]] | None]:
-    """Give hooks inside a block a private collector, so that what they record can become outputs of the block."""
+def recorded_keys() -> list[Any]:
+    """What the outer forward asks hooks to record."""
     variable = _collector()
     outer = variable.get() if variable is not None else None
-    if outer is None:
-        yield None
+    return [key for key, values in (outer or {}).items() if isinstance(values, list)]
+
+
+@contextlib.contextmanager
+def recording(keys: list[Any]) -> Iterator[dict[Any, list[Any]]]:
+    """Give hooks inside a block a private collector, so that what they record can become outputs of the block. The
+    recompute asks for the same `keys` as the forward, although no outer forward is under way then."""
+    variable = _collector()
+    private: dict[Any, list[Any]] = {key: [] for key in keys}
+    if variable is None or not keys:
+        yield private
         return
-    private: dict[Any, list[Any]] = {key: [] for key, values in outer.items() if isinstance(values, list)}
     token = variable.set(private)
     try:
         yield private
@@ -101,11 +108,11 @@ def recording() -> Iterator[dict[Any, list[Any]] | None]:
         variable.reset(token)
 
 
-def record_outside(recorded: dict[Any, list[Any]] | None) -> None:
+def record_outside(recorded: dict[Any, list[Any]]) -> None:
     """Hand what a block recorded, now attached to the graph, to the collector of the outer forward."""
     variable = _collector()
     outer = variable.get() if variable is not None and recorded else None
-    if outer is not None and recorded is not None:
+    if outer is not None:
         for key, values in recorded.items():
             outer[key].extend(values)
 

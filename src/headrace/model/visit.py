@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from headrace.base.errors import ModelError, StepError
 from headrace.model import containers, rows
 from headrace.model.containers import Packed
-from headrace.model.surroundings import Autocast, Buffers, RandomState, recording
+from headrace.model.surroundings import Autocast, Buffers, RandomState, recorded_keys, recording
 
 
 @dataclass(eq=False)
@@ -87,6 +87,7 @@ class Call:
         self.given = (args, kwargs)
         self.packed = Packed(self.given)
         self.batch = batch
+        self.keys = recorded_keys()
         self.slices: list[Slice] = []
         self.plan: rows.RowPlan | None = None
         self.results = 0
@@ -195,9 +196,9 @@ class BlockVisit:
         args, kwargs = call.packed.rebuild(tensors)
         found = containers.containers((args, kwargs))
         before = containers.snapshot(found)
-        with self.autocast(), recording() as recorded:
+        with self.autocast(), recording(call.keys) as recorded:
             result = self.block.original(*args, **kwargs)
-        return Packed((result, containers.written(before, found), recorded or {}))
+        return Packed((result, containers.written(before, found), recorded))
 
     def _plan(self, call: Call, tensors: list[Tensor]) -> rows.RowPlan | None:
         if not self.stream.rows or not call.batch or call.batch <= self.stream.rows:
