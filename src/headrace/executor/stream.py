@@ -221,9 +221,10 @@ class Stream:
         return self._route[op.visit] if op is not None else None
 
     def _depart(self, current: Pass, unit: int, kind: str) -> None:
-        if self._walk is not None:
-            self._abandon_walk()
         current.departed = True
+        if self._walk is None:
+            return  # all that was expected came, and now there is more
+        self._abandon_walk()
         self.events.once("depart", "on demand", "the calls left the expected order; that pass loads weights on demand",
                          visit=len(current.visits), unit=unit, call=kind)  # fmt: skip
 

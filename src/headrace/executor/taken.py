@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -65,14 +66,23 @@ class TakenBlock(Taken):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stream, block = self.stream, self.block
         if not torch.is_grad_enabled():
-            with (
-                stream.forward(block.unit, BLOCK, False, False) as region,
-                stream.pointed(block.unit, block.parameters, region),
-                Autocast.now(stream.device)(),
-            ):
-                return block.original(*args, **kwargs)
+            call = (contextvars.copy_context(), args, kwargs, Autocast.now(stream.device))
+            return meet(("block", id(block)), call, self._run_all)
         args, kwargs = check_caches(args, kwargs, cache_class())
         return meet(("block", id(block)), Call(args, kwargs, current_batch()), self._visit_all)()
+
+    def _run_all(self, calls: list[tuple[contextvars.Context, tuple[Any, ...], dict[str, Any], Autocast]]) -> list[Any]:
+        """Without gradients: the original forward of each call, in its thread's context, on one load."""
+        stream, block = self.stream, self.block
+        with (
+            stream.forward(block.unit, BLOCK, False, False) as region,
+            stream.pointed(block.unit, block.parameters, region),
+        ):
+            results = []
+            for context, args, kwargs, autocast in calls:
+                with autocast():
+                    results.append(context.run(block.original, *args, **kwargs))
+            return results
 
     def _visit_all(self, calls: list[Call]) -> list[Callable[[], Any]]:
         """One visit for these calls. What it gives each caller finishes the call in the caller's own thread."""
