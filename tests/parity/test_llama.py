@@ -1,0 +1,48 @@
+"""Llama: the full product of windows, rows, recompute, placements, lanes, clipping and accumulation.
+
+Every run makes four steps, one of each kind of accumulation: one batch, three backward calls, one window of
+micro-batches of different shapes, one large batch that passes the blocks `rows` at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from headrace.executor import stream
+from parity.cases import AXES, CLIP, PLACEMENTS, Case, plain, streamed
+from parity.reference import check, check_equal
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+@pytest.mark.parametrize("recompute", AXES["recompute"], ids=("recompute", "keep"))
+@pytest.mark.parametrize("rows", AXES["rows"], ids=lambda rows: f"rows-{rows or 'all'}")
+@pytest.mark.parametrize("window", AXES["window"], ids=lambda window: f"window-{window}")
+def test_product(window: int, rows: int | None, recompute: bool, placement: tuple[str, str], tmp_path: Path) -> None:
+    """Inline equals plain PyTorch in every gradient; overlapped equals inline in every bit."""
+    optimizer = "adamw" if (window + (rows or 0) + recompute) % 2 else "sgd"
+    for clip in (None, CLIP):
+        case = Case(window, rows, recompute, *placement, False, clip, optimizer)
+        inline = streamed("llama", case, tmp_path)
+        check(inline, plain("llama", optimizer, clip))
+        # No one reads gradients in between, so that updates really run beside the next forward.
+        overlapped = streamed("llama", replace(case, overlap=True), tmp_path, look=False)
+        check_equal(inline, overlapped)
+
+
+@pytest.mark.parametrize("window", AXES["window"], ids=lambda window: f"window-{window}")
+@pytest.mark.parametrize("rows", AXES["rows"], ids=lambda rows: f"rows-{rows or 'all'}")
+@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+def test_inputs_that_wait_in_host_memory(
+    window: int, rows: int | None, placement: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sending a block's input away and back changes no bit."""
+    monkeypatch.setattr(stream, "SMALLEST_STASH", 1)
+    case = Case(window, rows, True, *placement, False, CLIP, "adamw")
+    there = streamed("llama", case, tmp_path)
+    check(there, plain("llama", "adamw", CLIP))
+    for overlap in (False, True):
+        away = streamed("llama", replace(case, overlap=overlap, inputs="host"), tmp_path, look=not overlap)
+        check_equal(there, away)
