@@ -14,12 +14,14 @@ from typing import Any
 
 FOLDER = Path(__file__).resolve().parents[1] / ".demo"
 MODEL = FOLDER / "model"  # safetensors, tokenizer, chat template
-TEXTS = FOLDER / f"texts-python-{platform.python_version()}.json"  # token ids: {"train": rows, "held_out": rows}
 
-STEPS, WARM_UP_STEPS = 20, 4
+STEPS, WARM_UP_STEPS = 16, 4
 ROWS, TOKENS = 4, 128  # of one batch, of one row
-HELD_OUT_ROWS = 40
+HELD_OUT_ROWS = 32
 LEARNING_RATE = 1e-4
+
+# Token ids, {"train": rows, "held_out": rows}. The standard library differs between versions of Python.
+TEXTS = FOLDER / f"texts-{STEPS * ROWS}-{HELD_OUT_ROWS}x{TOKENS}-python-{platform.python_version()}.json"
 
 # Docstrings of these files of the standard library. The split is by file: nothing held out was seen in training.
 TRAIN_FILES = """argparse ast bisect calendar configparser contextlib copy csv dataclasses datetime difflib doctest enum
