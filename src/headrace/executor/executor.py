@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from headrace.base.errors import StepError
 from headrace.executor.completion import Cancelled, Completion
 from headrace.executor.lanes import COPY_LANES, HOST_LANES, Job, ThreadLane, run_job
 from headrace.schedule.op import Op, Program
@@ -28,7 +29,7 @@ class Executor:
     """Owns the lanes and the tokens. One thread at a time walks (design, law 7)."""
 
     def __init__(self, device: torch.device, actions: Actions, overlap: bool) -> None:
-        self.device, self.overlap = device, overlap
+        self.device, self.overlap, self.closed = device, overlap, False
         self._actions = actions
         self._tokens: dict[str, Completion] = {}
         self._lanes = {name: ThreadLane(name, device) for name in (*HOST_LANES, *COPY_LANES)} if overlap else {}
@@ -37,6 +38,8 @@ class Executor:
 
     def start(self, program: Program, notes: Notes | None = None) -> Walk:
         """Begin a program. Overlapped: its copies start at once."""
+        if self.closed:
+            raise StepError("the session of this model is closed", "", "Call headrace.wrap(model) again")
         self.publish("issued")
         walk = Walk(self, program, self._resolve(program), {} if notes is None else notes)
         with self._lock:
@@ -143,6 +146,7 @@ class Executor:
         return {name: lane.seconds for name, lane in self._lanes.items()}
 
     def close(self) -> None:
+        self.closed = True
         for lane in self._lanes.values():
             lane.close()
         self._lanes.clear()
