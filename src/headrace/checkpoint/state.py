@@ -8,7 +8,7 @@ as a whole before a restore changes anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -90,7 +90,7 @@ def save_state(folder: str | Path, session: Run) -> None:
                 tensors[key] = TensorRecord(_name(value.dtype), tuple(value.shape), checksum(value))
                 writer.add(key, value)
             files = [path.name for path in writer.close() if path.suffix == ".safetensors"]
-        write_manifest(place, _describe(session, tensors, files, checksums=True))
+        write_manifest(place, _describe(session, tensors, files, values=True))
 
 
 def restore_state(folder: str | Path, session: Run) -> None:
@@ -102,7 +102,7 @@ def restore_state(folder: str | Path, session: Run) -> None:
     place = Path(folder)
     sweep_temporary(place.absolute().parent, session.events)
     manifest = read_manifest(place)
-    _refuse_other_run(place, manifest, _describe(session, {}, (), checksums=False))
+    _refuse_other_run(place, manifest, _describe(session, {}, (), values=False))
     try:
         with TensorReader([place / name for name in manifest.files]) as reader:
             _check_tensors(place, reader, manifest)
@@ -150,15 +150,16 @@ def _groups(anatomy: Anatomy) -> dict[str, int]:
     return {entry.name: entry.group if entry.trainable else -1 for _, _, entry in anatomy.spec.pieces()}
 
 
-def _describe(session: Run, tensors: dict[str, TensorRecord], files: Any, checksums: bool) -> Manifest:
-    """The manifest of the session as it is. `checksums`: with those of the frozen weights."""
+def _describe(session: Run, tensors: dict[str, TensorRecord], files: Sequence[str], values: bool) -> Manifest:
+    """The manifest of the session as it is. Without `values`: only what tells whose it is, which waits for nothing."""
     parameters = {}
     for name, group in _groups(session.anatomy).items():
         parameter = session.anatomy.parameters[name]
         stored = tuple((part, _name(dtype)) for part, dtype in session.stores.parts(name).items())
         parameters[name] = ParameterRecord(
-            tuple(parameter.shape), _name(parameter.dtype), stored, group, session.stores.read_steps(name),
-            session.stores.weight_checksum(name) if group < 0 and checksums else "",
+            tuple(parameter.shape), _name(parameter.dtype), stored, group,
+            session.stores.read_steps(name) if values else 0,
+            session.stores.weight_checksum(name) if values and group < 0 else "",
         )  # fmt: skip
     return Manifest(
         model=type(session.model).__name__,

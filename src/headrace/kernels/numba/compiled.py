@@ -36,7 +36,8 @@ def run(loop: Callable[..., None], *arguments: Any) -> None:
         raise BackendUnavailable("this process is a fork of one that runs Numba, whose threads do not survive a fork")
     with _one_at_a_time:
         # Numba keeps the number of threads per calling thread, and user code may have its own.
-        before, torch_before = _numba.get_num_threads(), torch.get_num_threads()
+        torch_before = torch.get_num_threads()
+        before = _numba.get_num_threads()
         _numba.set_num_threads(max(1, min(threads(), _numba.config.NUMBA_NUM_THREADS)))
         try:
             _call(loop, arguments)
