@@ -98,7 +98,7 @@ def plain(name: str, optimizer: str, clip: float | None, steps: Sequence[Step] =
     key = (name, optimizer, clip, tuple(steps))
     if key not in _PLAIN:
         model = build(name)
-        _PLAIN[key] = train_plain(model, OPTIMIZERS[optimizer](model), FAMILIES[name], clip, steps)
+        _PLAIN[key] = train_plain(model, OPTIMIZERS[optimizer](model.parameters()), FAMILIES[name], clip, steps)
         assert clip is None or min(_PLAIN[key].norms) > 2 * clip
     return _PLAIN[key]
 
@@ -114,7 +114,9 @@ def streamed(
 ) -> Trace:
     """The streamed run of a family."""
     model = build(name)
-    model, optimizer = headrace.wrap(model, OPTIMIZERS[case.optimizer](model), device=device, **case.options(disk))
+    model, optimizer = headrace.wrap(
+        model, OPTIMIZERS[case.optimizer](model.parameters()), device=device, **case.options(disk)
+    )
     with headrace.session(model):
         return train_streamed(model, optimizer, FAMILIES[name], steps, mover(device), look)
 

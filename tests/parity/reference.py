@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,19 +55,20 @@ class Trace:
     state: dict[str, Tensors] = field(default_factory=dict)
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, dampening=0.1, weight_decay=0.01)
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.02, momentum=0.9, dampening=0.1, weight_decay=0.01)
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Two groups; eps is large, since 1e-8 alone turns rounding of tiny gradients into 1e-4 of an update."""
-    small = [p for p in model.parameters() if p.dim() < 2]
-    large = [p for p in model.parameters() if p.dim() >= 2]
+    parameters = list(parameters)
+    small = [p for p in parameters if p.dim() < 2]
+    large = [p for p in parameters if p.dim() >= 2]
     groups = [{"params": large, "weight_decay": 0.1}, {"params": small, "weight_decay": 0.0, "lr": 1e-3}]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=2e-3, eps=1e-3)
 
 
-OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {"sgd": sgd, "adamw": adamw}
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {"sgd": sgd, "adamw": adamw}
 
 
 def train_plain(
