@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from headrace.base.errors import StepError
 from headrace.executor.embedding import TakenEmbedding
 from headrace.executor.head import TakenHead
 from headrace.executor.stream import Stream
@@ -17,6 +15,7 @@ from headrace.loss.fused import fused_loss, is_causal_lm_loss
 from headrace.model.parked import WeightValue
 from headrace.model.units import Anatomy
 from headrace.model.visit import Block
+from headrace.session.guard import guard
 
 
 def install(model: nn.Module, anatomy: Anatomy, stream: Stream, undo: list[Callable[[], None]]) -> list[Taken]:
@@ -97,23 +96,15 @@ def _guard(model: nn.Module, stream: Stream, undo: list[Callable[[], None]]) -> 
     blocks = [call.module for call in _taken_blocks(model)]
     undo.append(model.register_forward_pre_hook(begin, with_kwargs=True).remove)
 
-    def apply(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        probe = fn(torch.empty(1, device=stream.device))
-        if probe.dtype != torch.float32:
-            raise StepError("a wrapped model cannot change its dtype", f"asked for {probe.dtype}",
-                            "Load it in that dtype, or convert it before headrace.wrap")  # fmt: skip
-        stream.tell_once("to", "device", f"moving a wrapped model is ignored: it computes on {stream.device}")
-        return model
-
     def plain_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, value in state.items():
             if isinstance(value, WeightValue):
                 state[name] = value.plain()
 
     undo.append(model.register_state_dict_post_hook(plain_state).remove)
-    for name, value in (("_apply", apply), ("zero_grad", lambda set_to_none=True: model._headrace_session.zero_grad())):  # type: ignore[union-attr,operator]
-        model.__dict__[name] = value
-        undo.append(lambda name=name: model.__dict__.pop(name, None))  # type: ignore[misc]
+    model.__dict__["zero_grad"] = lambda set_to_none=True: model._headrace_session.zero_grad()  # type: ignore[union-attr,operator]
+    undo.append(lambda: model.__dict__.pop("zero_grad", None))
+    guard(model, stream, undo)
     if hasattr(model, "save_pretrained"):
         model.__dict__["save_pretrained"] = _saver(model)
         undo.append(lambda: model.__dict__.pop("save_pretrained", None))

@@ -106,14 +106,14 @@ class Session:
 
     def before_forward(self) -> None:
         """The model is about to be called: raise what updates have met since."""
-        self._usable()
+        self.check_open()
         self._settled(self._executor.check)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
         """Queue the updates of all units that hold gradients. Returns at once; whatever reads weights waits."""
-        self._usable()
+        self.check_open()
         self._settled(self._executor.check)
         early = self._stream.begin_step()
         held = set(self._stream.held)
@@ -182,10 +182,11 @@ class Session:
 
     def wait(self) -> None:
         """Until every update is done. Raises what any of them met."""
-        self._usable()
+        self.check_open()
         self._settled(self._executor.drain)
 
-    def _usable(self) -> None:
+    def check_open(self) -> None:
+        """Raise StepError when the session is closed."""
         if self.closed:
             raise StepError("the session of this model is closed, and its weights with it", "", CLOSED)
 
@@ -283,7 +284,7 @@ class Session:
         when it is missing, damaged or of another model; then nothing is changed."""
         from headrace.checkpoint.state import restore_state
 
-        self._usable()
+        self.check_open()
         restore_state(folder, self)
         self._stream.forget_slots()
 

@@ -49,7 +49,9 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **giv
     PlanError; then nothing is changed.
     """
     options = option_room.check(given)
-    if getattr(model, "_headrace_session", None) is not None:
+    present = getattr(model, "_headrace_session", None)
+    if present is not None:
+        present.check_open()
         raise StepError("this model is wrapped already", "", "Call headrace.unwrap(model) first")
     events = EventLog(options.verbose)
     if options.seed is not None:

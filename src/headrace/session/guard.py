@@ -1,0 +1,65 @@
+"""What would quietly part a wrapped model from its stores raises instead, and names the right call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from headrace.base.errors import StepError
+from headrace.executor.stream import Stream
+
+
+def guard(model: nn.Module, stream: Stream, undo: list[Callable[[], None]]) -> None:
+    """Moves, casts, copies, pickles, and parameters replaced by `load_state_dict(assign=True)`: of the model and of its
+    parts."""
+    for module in model.modules():
+        _put(module, "_apply", Moves(module, stream), undo)
+        undo.append(module.register_load_state_dict_pre_hook(_refuse_assigning).remove)
+    _put(model, "__deepcopy__", lambda memo: _refuse("copied"), undo)  # before any weight is read
+    _put(model, "__reduce_ex__", lambda protocol: _refuse("pickled"), undo)
+
+
+def _put(module: nn.Module, name: str, value: object, undo: list[Callable[[], None]]) -> None:
+    module.__dict__[name] = value
+    undo.append(lambda: module.__dict__.pop(name, None))
+
+
+class Moves:
+    """In place of `module._apply`, which `.to()`, `.cuda()`, `.half()` and the like call. It also keeps its module from
+    being copied alone."""
+
+    def __init__(self, module: nn.Module, stream: Stream) -> None:
+        self._module, self._stream = module, stream
+
+    def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        probe = fn(torch.empty(1, device=self._stream.device))
+        if probe.dtype != torch.float32:
+            raise StepError("a wrapped model cannot change its dtype", f"asked for {probe.dtype}",
+                            "Load it in that dtype, or convert it before headrace.wrap")  # fmt: skip
+        text = f"moving a wrapped model is ignored: it computes on {self._stream.device}"
+        self._stream.tell_once("to", "device", text)
+        return self._module
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        _refuse("copied")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse("pickled")
+
+
+def _refuse(verb: str) -> NoReturn:
+    raise StepError(
+        f"a model that Headrace streams cannot be {verb}", "its weights live in host memory and on disk",
+        "Use model.save_pretrained(folder), model.state_dict() or session.save(folder), or unwrap the model first",
+    )  # fmt: skip
+
+
+def _refuse_assigning(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+    if metadata.get("assign_to_params_buffers"):
+        raise StepError(
+            "load_state_dict(assign=True) would put other parameters in place of those that Headrace streams", "",
+            "Leave assign out: the values are then copied into the stores",
+        )  # fmt: skip
