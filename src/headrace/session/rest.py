@@ -30,6 +30,8 @@ class Rest:
     def park(self) -> None:
         """An update was queued."""
         for parameter in self._trained:
+            if isinstance(parameter, Parked):  # since the step before
+                continue
             parameter._headrace_class = type(parameter)  # type: ignore[attr-defined]
             parameter._headrace_home = self  # type: ignore[attr-defined]
             parameter.__class__ = Parked
@@ -38,10 +40,10 @@ class Rest:
     def settle(self) -> None:
         """Order the device's work after the update; the parameters are ordinary ones again."""
         if self._pending:
-            self._pending = False
             self._stream.executor.wait(self._token, on_stream=True)
             for parameter in self._trained:
                 parameter.__class__ = parameter._headrace_class  # type: ignore[attr-defined]
+            self._pending = False  # last: the wait may be interrupted, or raise what the update met
 
     def read(self, parameter: nn.Parameter) -> Tensor:
         """See model.parked.Home."""
