@@ -60,13 +60,13 @@ class Actions:
             self.regions.read(op.unit, "weights", self.regions.places[op.place][: unit.weights.nbytes])
             return
         for region, view in zip(("weights", "state"), self.regions.staged(unit, op.place), strict=True):
-            if view is not None:
+            if view is not None and view.numel():
                 self.regions.read(op.unit, region, view)
 
     def _write(self, op: Op, notes: Notes) -> None:
         unit = self.regions.spec.units[op.unit]
         for region, view in zip(("weights", "state"), self.regions.staged(unit, op.place), strict=True):
-            if view is not None:
+            if view is not None and view.numel():
                 self.regions.write(op.unit, region, view)
 
     def _load(self, op: Op, notes: Notes) -> None:
