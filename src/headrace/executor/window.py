@@ -21,6 +21,7 @@ from headrace.base.errors import StepError
 Joint = Callable[[list[Any]], list[Any]]
 
 _PARTICIPANT: contextvars.ContextVar[tuple[Window, int] | None] = contextvars.ContextVar("headrace_window", default=None)
+_INSIDE = contextvars.ContextVar("headrace_inside", default=False)
 
 
 class _Released(BaseException):
@@ -36,11 +37,13 @@ def accumulate(fn: Callable[[Any], Tensor], micro_batches: Iterable[Any]) -> Ten
     batches = list(micro_batches)
     if not batches:
         raise StepError("accumulate was given no micro-batch", "0 micro-batches", "Give at least one")
-    if _PARTICIPANT.get() is not None:
+    if _INSIDE.get():
         raise StepError("accumulate was called inside accumulate", "", "Use one window per optimizer step")
-    if len(batches) == 1:
-        return _checked(fn(batches[0]))
-    losses = Window(fn, batches).run()
+    token = _INSIDE.set(True)
+    try:
+        losses = Window(fn, batches).run() if len(batches) > 1 else [_checked(fn(batches[0]))]
+    finally:
+        _INSIDE.reset(token)
     total = losses[0]
     for loss in losses[1:]:
         total = total + loss
