@@ -18,7 +18,8 @@ def tiny_llama(dtype: torch.dtype = torch.float32, tied: bool = False, seed: int
         "vocab_size": 257, "hidden_size": 48, "intermediate_size": 172, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": tied,
     }  # fmt: skip
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **changes})).to(dtype)
+    config = transformers.LlamaConfig(**{**sizes, **changes})
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def adamw(model: torch.nn.Module, **changes: Any) -> torch.optim.AdamW:

@@ -1,4 +1,4 @@
-"""What would quietly part a wrapped model from its stores raises instead, and names the right call."""
+"""What would quietly part a wrapped model from its stores is refused by name, or done without harm."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from headrace.executor.stream import Stream
 
 
 def guard(model: nn.Module, stream: Stream, undo: list[Callable[[], None]]) -> None:
-    """Moves, casts, copies, pickles, and parameters replaced by `load_state_dict(assign=True)`: of the model and of its
+    """Moves, casts, copies, pickles, and parameters replaced by `load_state_dict(assign=True)`: of the model and its
     parts."""
     for module in model.modules():
         _put(module, "_apply", Moves(module, stream), undo)
-        undo.append(module.register_load_state_dict_pre_hook(_refuse_assigning).remove)
+        undo.append(module.register_load_state_dict_pre_hook(_copier(stream)).remove)
     _put(model, "__deepcopy__", lambda memo: _refuse("copied"), undo)  # before any weight is read
     _put(model, "__reduce_ex__", lambda protocol: _refuse("pickled"), undo)
 
@@ -57,9 +57,11 @@ def _refuse(verb: str) -> NoReturn:
     )  # fmt: skip
 
 
-def _refuse_assigning(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
-    if metadata.get("assign_to_params_buffers"):
-        raise StepError(
-            "load_state_dict(assign=True) would put other parameters in place of those that Headrace streams", "",
-            "Leave assign out: the values are then copied into the stores",
-        )  # fmt: skip
+def _copier(stream: Stream) -> Callable[..., None]:
+    def copy(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+        # torch leaves the mark in the caller's state dict, so it may come from an earlier load into another model.
+        if metadata.pop("assign_to_params_buffers", False):
+            text = "load_state_dict(assign=True) copies: other parameters would not be those that are streamed"
+            stream.tell_once("assign", "weights", text)
+
+    return copy

@@ -108,6 +108,7 @@ class Session:
         """The model is about to be called: raise what updates have met since."""
         self.check_open()
         self._settled(self._executor.check)
+        self._values.hold_rest()
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -149,9 +150,7 @@ class Session:
 
     def _early(self, pass_: Pass) -> dict[str, Any] | None:
         self._micro_batches += pass_.micro_batches
-        options = self.options
-        declared = options.accumulation is not None and self._micro_batches >= options.accumulation
-        if not declared or options.max_grad_norm is not None or options.on_nonfinite != "stop":
+        if not self.options.updates_at_once or self._micro_batches < (self.options.accumulation or 0):
             return None
         return {"step": self.steps + 1, "groups": self._groups(), "squares": []}
 

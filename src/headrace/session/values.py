@@ -91,12 +91,30 @@ class Values:
                 if entry.dtype == "bfloat16" and entry.trainable:
                     self._put(unit, LOW, index, torch.zeros((), dtype=torch.int16).expand(entry.shape))
 
+    def hold_rest(self) -> None:
+        """Resident parameters whose memory the user replaced (`p.data = value`) get theirs back, with the new value."""
+        for unit in self._regions.spec.units:
+            if unit.kind == REST:
+                for index in range(len(unit.weights.entries)):
+                    self._hold(unit, index)
+
+    def _hold(self, unit: Unit, index: int) -> None:
+        parameter = self._anatomy.parameters[unit.weights.entries[index].name]
+        view = _view(self._regions.resident(unit.index), unit.weights, index)
+        if parameter.data_ptr() != view.data_ptr():
+            self.wait(unit.index)
+            view.copy_(parameter.data)
+            parameter.data = view
+
     def _settle(self, unit: Unit, index: int) -> None:
         """Wait for updates. A resident rest may have been written by the user: what differs from the home counts, and
         is exact, so its remainder is zero."""
         self.wait(unit.index)
+        if unit.kind != REST:
+            return
+        self._hold(unit, index)
         home, resident = self._regions.home(unit.index, "weights"), self._regions.resident(unit.index)
-        if unit.kind != REST or home is None or home.data_ptr() == resident.data_ptr():
+        if home is None or home.data_ptr() == resident.data_ptr():
             return
         kept = _view(home, unit.weights, index)
         seen = _view(resident, unit.weights, index).to(kept.device)
