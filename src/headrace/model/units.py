@@ -63,7 +63,7 @@ def divide(
     owners = _owners(model, stacks)
     blocks = list(dict.fromkeys(block for stack in stacks for block in stack.blocks))
     largest = max(sum(_bytes(p, narrow) for p in block.parameters()) for block in blocks)
-    embeddings, heads = _find_matrices(model, blocks, owners, largest)
+    embeddings, heads = _find_matrices(model, blocks, owners, largest, events)
 
     def entry(p: nn.Parameter, first_row: int | None = None, rows: int | None = None) -> Entry:
         shape = tuple(p.shape) if rows is None else (rows, *p.shape[1:])
@@ -145,9 +145,9 @@ def _owners(model: nn.Module, stacks: Sequence[Stack]) -> dict[int, set[int]]:
 
 
 def _find_matrices(
-    model: nn.Module, blocks: list[nn.Module], owners: dict[int, set[int]], largest: int
+    model: nn.Module, blocks: list[nn.Module], owners: dict[int, set[int]], largest: int, events: EventLog
 ) -> tuple[list[nn.Embedding], list[nn.Linear]]:
-    """Embeddings and heads outside the blocks whose weights only such modules use."""
+    """Embeddings and heads outside the blocks whose weights only such modules use, and no hook wants in one piece."""
     inside = {id(module) for block in blocks for module in block.modules()}
     outside = [module for module in model.modules() if id(module) not in inside]
     get_head = getattr(model, "get_output_embeddings", None)
@@ -164,8 +164,16 @@ def _find_matrices(
         and (m is named_head or id(m.weight) in tied or _bytes(m.weight, frozenset()) > HEAD_SHARE * largest)
     ]  # fmt: skip
     allowed = {id(m) for m in (*embeddings, *heads)}
-    pure = {key for key, users in owners.items() if users <= allowed}
+    hooked = {id(m.weight) for m in (*embeddings, *heads) if _has_hooks(m.weight)}
+    if hooked:
+        events.add("hooks", "embeddings or heads whose gradients have hooks stay on the device", weights=len(hooked))
+    pure = {key for key, users in owners.items() if users <= allowed} - hooked
     return [m for m in embeddings if id(m.weight) in pure], [m for m in heads if id(m.weight) in pure]
+
+
+def _has_hooks(p: nn.Parameter) -> bool:
+    """Someone looks at the gradient as a whole (to mask rows of an embedding, say), which tiles would not show."""
+    return bool(p._backward_hooks) or bool(getattr(p, "_post_accumulate_grad_hooks", None))
 
 
 def _check_dtypes(parameters: Mapping[str, nn.Parameter], groups: Mapping[int, int]) -> None:
