@@ -150,11 +150,11 @@ class World:
         if op.verb == "NORM":
             return [("grads", u) for u in sorted(self.held_at_norm())], []
         if op.verb == "UPDATE":
-            place: list[tuple[object, ...]] = [(op.place,)] if op.place != "-" else []
+            place: list[tuple[object, ...]] = [(target,)] if target != "-" else []
             writes = [] if placement.home(unit) == DISK else [self._weights(unit)]
             writes += [] if placement.state[unit] == DISK else [state]
             rest = [("rest weights",)] if self.spec.units[unit].kind == REST else []
-            return rest, [*place, *writes, ("grads", unit)]
+            return rest, [*place, *writes, (source,) if source else ("grads", unit)]
         return self._compute(op, visits[op.visit])
 
     def held_at_norm(self) -> set[int]:

@@ -99,6 +99,22 @@ def test_nothing_races_in_mixed_placements() -> None:
                         assert not [fault for program in world.programs for fault in check(program)]
 
 
+@pytest.mark.parametrize("ring", [1, 2, 3])
+@pytest.mark.parametrize("state", [HOST, DISK])
+def test_nothing_races_when_gradients_pass_a_ring(ring: int, state: str) -> None:
+    """Updates inside the backward take the gradients of blocks from few places, in turn."""
+    for tied in (False, True):
+        for weights in (HOST, DISK):
+            spec, placement = placed(made(6, tied=tied), weights, state, 2, ring=ring)
+            world = train(spec, placement, 1, 3, 1, "early")
+            assert not races(world.events)
+            for program in world.programs:
+                assert not check(program) and parse(str(program)) == program
+            sends = [op for op in world.programs[1].ops if op.verb == "SEND" and ">q" in op.place]
+            assert len(sends) == 6
+            assert races(drop_waits(world, lambda text: " SEND " in text and ">q" in text).events)
+
+
 def drop_waits(world: World, matching: Callable[[str], bool]) -> World:
     for event in world.events:
         if matching(event.text):

@@ -93,8 +93,8 @@ class Actions:
         source, target = op.place.split(">")
         arrival: Arrival = notes[op.visit if op.visit >= 0 else ("rest", op.unit)]
         nbytes = unit.grads.nbytes if source == "r" else unit.trained_bytes
-        if target == "-":
-            home = self.regions.home(op.unit, "grads")
+        if target == "-" or target.startswith("q"):
+            home = self.regions.home(op.unit, "grads") if target == "-" else self.regions.places[target]
             assert home is not None
             self.ledger.arrive(op.unit, arrival.present)
             self.ledger.note_square(op.unit, arrival.square)
@@ -167,10 +167,11 @@ class Actions:
         if verdict is None:
             self._check_early(op.unit, notes["step"])
         if scale is not None:
-            weights, state = self.regions.staged(unit, op.place) if op.place != "-" else (None, None)
+            ring, _, stage = op.place.rpartition(">")
+            weights, state = self.regions.staged(unit, stage) if stage != "-" else (None, None)
             weights = self.regions.home(op.unit, "weights") if weights is None else weights
             state = self.regions.home(op.unit, "state") if state is None else state
-            grads = self.regions.home(op.unit, "grads")
+            grads = self.regions.places[ring] if ring else self.regions.home(op.unit, "grads")
             assert weights is not None and grads is not None
             if unit.kind == REST and state is not None and "rest" in self.regions.places:
                 self._adopt(unit, weights, state)

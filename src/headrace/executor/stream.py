@@ -55,13 +55,13 @@ class Stream:
     """Leases weights for forward and backward visits, on one walk at a time."""
 
     def __init__(
-        self, placement: Placement, regions: Regions, executor: Executor, actions: Actions,
+        self, regions: Regions, executor: Executor, actions: Actions,
         inputs: InputStore, sink: Sink, predicted: list[Visit], rows: int | None, recompute: bool, events: EventLog,
     ) -> None:  # fmt: skip
-        self.placement, self.regions = placement, regions
+        self.regions = regions
         self.executor, self.actions, self.inputs, self.sink = executor, actions, inputs, sink
         self.device, self.rows, self.recompute, self.events = regions.device, rows, recompute, events
-        self.slots: tuple[int | None, ...] = (None,) * placement.slots
+        self.slots: tuple[int | None, ...] = (None,) * regions.placement.slots
         self.early: Callable[[Pass], dict[str, Any] | None] = lambda pass_: None
         """Given a pass whose backward begins: notes for updates inside it, or None when they must wait for step()."""
         self.grad_place = ""
@@ -85,6 +85,10 @@ class Stream:
     @property
     def spec(self) -> ModelSpec:
         return self.regions.spec
+
+    @property
+    def placement(self) -> Placement:
+        return self.regions.placement
 
     def predicted(self, training: bool) -> list[Visit]:
         """The visits that the next pass is expected to make."""
@@ -275,6 +279,7 @@ class Stream:
             self._abandon_walk()
         self._backward = pass_
         self._widen(pass_.visits[: number + 1])
+        self._hold(pass_.visits[: number + 1])
         early = self.early_units() if self._early_notes is not None else ()
         program = build.backward(
             self.spec, self.placement, pass_.visits[: number + 1], self.slots, frozenset(self.held), early
@@ -294,6 +299,17 @@ class Stream:
         size = self.regions.widen(unit.index for unit in self.spec.units if build.sums_narrow(unit))
         self.events.add("widen", "a second backward() before step(): gradients are summed in fp32 host memory from now on; "
                         "headrace.accumulate needs none of it", bytes=format_bytes(size))  # fmt: skip
+
+    def _hold(self, visits: Sequence[Visit]) -> None:
+        """Gradients that no update of this pass uses at once need a place each."""
+        if not self.placement.ring:
+            return
+        units = [visit.unit for visit in visits if visit.kind == BLOCK and visit.grad]
+        if self._early_notes is not None and len(units) == len(set(units)) and not self.held.intersection(units):
+            return
+        size = self.regions.hold()
+        self.events.add("hold", "gradients of a backward without updates: each block keeps its own from now on; declare "
+                        "accumulation as it is to save this", bytes=format_bytes(size))  # fmt: skip
 
     def _live_passes(self) -> int:
         return len(self._live)

@@ -20,7 +20,8 @@ from headrace.base.errors import StepError
 
 Joint = Callable[[list[Any]], list[Any]]
 
-_PARTICIPANT: contextvars.ContextVar[tuple[Window, int] | None] = contextvars.ContextVar("headrace_window", default=None)
+_Participant = contextvars.ContextVar["tuple[Window, int] | None"]
+_PARTICIPANT: _Participant = contextvars.ContextVar("headrace_window", default=None)
 _INSIDE = contextvars.ContextVar("headrace_inside", default=False)
 
 

@@ -107,8 +107,8 @@ class _Builder:
             self.add("FREE", "weights", unit, place, "compute", [f"slot:{place}"], [f"slot:{place}"])
             self.slots[int(place[1:])] = None
 
-    def update(self, unit: int) -> None:
-        """Everything one unit's update needs, in order."""
+    def update(self, unit: int, ring: str | None = None) -> None:
+        """Everything one unit's update needs, in order. `ring`: where its gradients lie, when not in their home."""
         placement, place = self.placement, "-"
         home, state = placement.home(unit), placement.state[unit]
         needs = [f"grads:u{unit}", f"home:u{unit}", "norm", "issued"]  # a forward after the backward may read it still
@@ -120,7 +120,8 @@ class _Builder:
             needs.append(f"staged:{place}")
         refresh = placement.weights[unit] == DEVICE and home != DEVICE
         ends = [f"updated:u{unit}"] + ([f"home:u{unit}"] if home != DISK and not refresh else [])
-        self.add("UPDATE", "state", unit, place, "host", needs, ends)
+        ends += [f"free:{ring}"] if ring is not None else []
+        self.add("UPDATE", "state", unit, place if ring is None else f"{ring}>{place}", "host", needs, ends)
         if staged:
             ends = [f"unstaged:{place}", f"state:u{unit}"] + ([f"home:u{unit}"] if home == DISK else [])
             self.add("WRITE", "state", unit, place, "write", [f"updated:u{unit}"], ends)
@@ -166,6 +167,7 @@ def backward(
     order = [number for number in range(len(visits) - 1, -1, -1) if visits[number].grad]
     units = [visits[n].unit if visits[n].kind != ROWS else -1 for n in order]
     contributed = set(held)
+    rings: dict[int, str] = {}
     last_use = {unit: position for position, number in enumerate(order) for unit in contributes(spec, visits[number])}
     for position, number in enumerate(order):
         visit, later = visits[number], units[position + 1 :]
@@ -181,10 +183,10 @@ def backward(
                 build.add("ADD", "grads", -1, place, "host", waits, gives, number)
                 contributed.update(tiles)
         else:
-            _backward_unit(build, visit, number, later, contributed)
+            _backward_unit(build, visit, number, later, contributed, rings)
         for unit in early:
             if last_use.get(unit) == position and spec.units[unit].trained.entries:
-                build.update(unit)
+                build.update(unit, rings.get(unit))
     return Program("backward", tuple(build.ops), tuple(slots), tuple(build.slots))
 
 
@@ -199,7 +201,7 @@ def sums_narrow(unit: Unit) -> bool:
 
 
 def _backward_unit(
-    build: _Builder, visit: Visit, number: int, later: Sequence[int], contributed: set[int]
+    build: _Builder, visit: Visit, number: int, later: Sequence[int], contributed: set[int], rings: dict[int, str]
 ) -> None:
     spec, placement, unit = build.spec, build.placement, visit.unit
     place, waits = build.bring(unit, later)
@@ -227,6 +229,10 @@ def _backward_unit(
             build.add("ADD", "grads", unit, stage, "host",
                       [f"arrived:{stage}", f"grads:u{unit}", f"updated:u{unit}"],
                       [f"grads:u{unit}", f"added:{stage}"], number)  # fmt: skip
+        elif placement.ring and spec.units[unit].passes_ring:
+            ring = rings[unit] = build.turn("q", placement.ring)
+            build.add("SEND", "grads", unit, f"{grad}>{ring}", "d2h", [f"grad:{grad}", f"free:{ring}"],
+                      [f"sent:{grad}", f"grads:u{unit}"], number)  # fmt: skip
         else:
             build.add("SEND", "grads", unit, f"{grad}>-", "d2h", [f"grad:{grad}", f"updated:u{unit}"],
                       [f"sent:{grad}", f"grads:u{unit}"], number)  # fmt: skip

@@ -6,7 +6,7 @@ import re
 
 from headrace.schedule.op import LANES, VERBS, Op, Program
 
-_PLACE = re.compile(r"[shgaui]\d+")
+_PLACE = re.compile(r"[shgaqui]\d+")
 
 
 def check(program: Program) -> list[str]:
@@ -56,8 +56,10 @@ def _touched(op: Op) -> tuple[list[str], list[str]]:
         reads, writes = [source], [target]
     elif op.verb in ("WRITE", "ADD"):
         reads, writes = [op.place], []
+    elif op.verb == "UPDATE":
+        reads, writes = [source, target], [target]
     else:
-        reads, writes = ([op.place] if op.verb == "UPDATE" else []), [op.place]
+        reads, writes = [], [op.place]
     return [p for p in reads if _PLACE.fullmatch(p)], [p for p in writes if _PLACE.fullmatch(p)]
 
 

@@ -60,6 +60,11 @@ class Options:
     debug: bool = False
     """Freed slots read NaN."""
 
+    @property
+    def updates_at_once(self) -> bool:
+        """The backward that completes a step updates each block as soon as its gradients have arrived."""
+        return self.accumulation is not None and self.max_grad_norm is None and self.on_nonfinite == "stop"
+
 
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "window": ((int,), "a whole number of at least 1"),

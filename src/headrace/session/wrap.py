@@ -37,6 +37,8 @@ from headrace.spec.model import BLOCK, TILE, ModelSpec
 from headrace.spec.placement import DEVICE, HOST, Placement
 from headrace.store.regions import Regions
 
+RING = 3
+"""Host places for gradients when updates follow each block's backward at once: one arrives, one is used, one waits."""
 MARGIN = 0.9
 """Share of free memory that a default budget takes."""
 
@@ -147,7 +149,7 @@ def _place(anatomy: Anatomy, options: Options, device: torch.device, events: Eve
         if inputs not in (HOST, DEVICE):
             raise OptionError("placement of inputs is unknown", f"got {inputs!r}", "Use 'device' or 'host'")
     base = Placement((HOST,) * count, (HOST,) * count, options.window, staged=device.type == "cuda",
-                     offload=inputs == HOST and options.recompute)  # fmt: skip
+                     offload=inputs == HOST and options.recompute, ring=RING if options.updates_at_once else 0)  # fmt: skip
     placement, why = choose(anatomy.spec, budgets, base, choice)
     events.add("placement", str(placement), why=why,
                device_memory="no limit" if budgets.device is None else format_bytes(budgets.device),
@@ -195,7 +197,7 @@ def _open(
     executor = Executor(device, actions, options.overlap)
     sink = Sink(regions, ledger, lambda unit: executor.wait(f"grads:u{unit}", on_stream=True))
     stream = Stream(
-        placement, regions, executor, actions, inputs, sink, _predicted(anatomy), options.rows, options.recompute, events
+        regions, executor, actions, inputs, sink, _predicted(anatomy), options.rows, options.recompute, events
     )
     values = Values(anatomy, regions, ledger, executor)
     undo: list[Callable[[], None]] = []

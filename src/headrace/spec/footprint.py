@@ -31,6 +31,12 @@ def stage_bytes(unit: Unit, placement: Placement) -> int:
     return weights + (round_up(unit.state_bytes) if placement.state[unit.index] == DISK else 0)
 
 
+def ring_bytes(spec: ModelSpec, placement: Placement) -> int:
+    """One place of the ring that gradients of blocks pass through."""
+    passing = [unit for unit in spec.units if unit.passes_ring and placement.state[unit.index] != DEVICE]
+    return max((unit.grads.nbytes for unit in passing), default=0)
+
+
 @dataclass(frozen=True)
 class Footprint:
     """Bytes by region on each tier. Working memory of a block and of the loss comes on top on the device."""
@@ -66,7 +72,10 @@ def footprint(spec: ModelSpec, placement: Placement) -> Footprint:
             device["weights"] += round_up(unit.weights.nbytes)
         if unit.trained.entries:
             tiers[state]["state"] += round_up(unit.state_bytes)
-            (device if state == DEVICE else host)["grads"] += round_up(unit.grads.nbytes)
+            if state == DEVICE:
+                device["grads"] += round_up(unit.grads.nbytes)
+            elif not (placement.ring and unit.passes_ring):
+                host["grads"] += round_up(unit.grads.nbytes)
             if unit.kind == REST and state != DEVICE:
                 device["grads"] += round_up(unit.grads.nbytes)
                 host["stages"] += round_up(unit.trained_bytes)
@@ -79,6 +88,7 @@ def footprint(spec: ModelSpec, placement: Placement) -> Footprint:
     device["grads"] += round_up(max((total_bytes(unit) for unit in sending if needs_total(unit)), default=0))
     if placement.staged and any(placement.home(unit.index) == DISK for unit in streaming):
         host["stages"] += slot * placement.slots
+    host["grads"] += placement.ring * round_up(ring_bytes(spec, placement))
     host["stages"] += send * placement.grad_slots  # where gradients to be added arrive
     host["stages"] += placement.update_slots * max((stage_bytes(unit, placement) for unit in units), default=0)
     return Footprint(device, host, disk)

@@ -77,6 +77,11 @@ class Unit:
     def parameters(self) -> int:
         return sum(entry.numel for entry in self.weights.entries)
 
+    @property
+    def passes_ring(self) -> bool:
+        """Its gradients come in one piece and can be used at once: no sums, no second contribution."""
+        return self.kind == BLOCK and bool(self.trained.entries) and not self.wide_grads
+
 
 @dataclass(frozen=True)
 class Matrix:

@@ -25,6 +25,8 @@ class Placement:
     grad_slots: int = 2
     update_slots: int = 3
     input_slots: int = 3
+    ring: int = 0
+    """Host places that the gradients of blocks pass through, when every block is updated at once. 0: each has its own."""
 
     def home(self, unit: int) -> str:
         """The tier that holds the weights an update writes; device copies beside it are refreshed from there."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.base.events import EventLog
-from headrace.spec.footprint import needs_total, round_up, stage_bytes, total_bytes
+from headrace.spec.footprint import needs_total, ring_bytes, round_up, stage_bytes, total_bytes
 from headrace.spec.layout import Layout
 from headrace.spec.model import REST, ModelSpec, Unit
 from headrace.spec.placement import DEVICE, DISK, Placement
@@ -73,6 +73,8 @@ class Regions:
             tiers = {"weights": home, "state": state, "grads": grads}
             for region, tier in tiers.items():
                 nbytes = unit.region_bytes(region)
+                if region == "grads" and tier != DEVICE and self.placement.ring and unit.passes_ring:
+                    continue
                 if tier == DISK:
                     self._extents[index, region] = disk
                     disk += round_up(nbytes)
@@ -101,11 +103,23 @@ class Regions:
             ("total", total, 1, device_parts),
             ("h", slot if staged else 0, placement.slots, host_parts),
             ("a", send, placement.grad_slots, host_parts),
+            ("q", ring_bytes(spec, placement), placement.ring, host_parts),
             ("u", stage, placement.update_slots, host_parts),
         ):
             for number in range(count):
                 name = kind if kind == "total" else f"{kind}{number}"
                 parts.append((_keeper(self.places, name), nbytes))
+
+    def hold(self) -> int:
+        """From now on every block has a place for its gradients in host memory, and none passes the ring. Returns the
+        bytes of the memory that this takes."""
+        passing = [u for u in self.spec.units if u.passes_ring and (u.index, "grads") not in self._homes]
+        arena = HostArena(sum(round_up(unit.grads.nbytes) for unit in passing), self._pin)
+        for unit in passing:
+            self._homes[unit.index, "grads"] = arena.take(round_up(unit.grads.nbytes))[: unit.grads.nbytes]
+        self.placement = replace(self.placement, ring=0)
+        self._extra.append(arena)
+        return arena.nbytes
 
     def widen(self, units: Iterable[int]) -> int:
         """From now on these units' gradients are kept in fp32 on the host; what they hold is converted. Returns the bytes
