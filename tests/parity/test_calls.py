@@ -1,0 +1,306 @@
+"""Calls in other orders than forward, backward, step: evaluation and generation in between, several graphs at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import headrace
+from headrace.executor import stream
+from parity.cases import PLACEMENTS, Case
+from parity.families import VOCAB, build, causal_loss, logits_loss, token_batch
+from parity.reference import Tensors, adamw, check_gradients, error, gradients
+
+IDS = torch.arange(5).repeat(2, 1) + 7
+
+
+def plain_gradients(model: nn.Module) -> Tensors:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+class Pair:
+    """A plain model and its streamed twin, to which the same is done."""
+
+    def __init__(self, name: str, options: dict[str, Any]) -> None:
+        self.plain, self.model = build(name), build(name)
+        self.theirs: Any = adamw(self.plain.parameters())
+        options = {"device": "cpu", "threads": 1, "debug": True, **options}
+        self.model, self.ours = headrace.wrap(self.model, adamw(self.model.parameters()), **options)
+
+    def both(self, act: Callable[[Any], Any]) -> tuple[Any, Any]:
+        """What `act` gives for each. Both draw the same random numbers."""
+        results = []
+        for side in (self.plain, self.model):
+            torch.manual_seed(5)
+            results.append(act(side))
+        return results[0], results[1]
+
+    def same(self, act: Callable[[Any], Tensor], tolerance: float = 1e-5) -> None:
+        want, got = self.both(act)
+        assert got.shape == want.shape
+        assert error(got, want) <= tolerance
+
+    def check_gradients(self) -> None:
+        check_gradients(gradients(self.model), plain_gradients(self.plain))
+
+    def step(self) -> None:
+        for optimizer in (self.theirs, self.ours):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def check_weights(self) -> None:
+        state = self.model.state_dict()
+        for name, parameter in self.plain.named_parameters():
+            assert error(state[name], parameter) < 1e-5, name
+
+    def close(self) -> None:
+        headrace.session(self.model).close()
+
+
+@pytest.fixture(params=[(p, o) for p in PLACEMENTS for o in (False, True)], ids=lambda p: "-".join((*p[0], str(p[1]))))
+def pair(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Llama on every placement, inline and overlapped, with inputs that wait in host memory."""
+    monkeypatch.setattr(stream, "SMALLEST_STASH", 1)
+    placement, overlap = request.param
+    pair = Pair("llama", Case(2, None, True, *placement, overlap, inputs="host").options(tmp_path))
+    yield pair
+    pair.close()
+
+
+def evaluate(model: Any) -> Tensor:
+    model.eval()
+    with torch.no_grad():
+        loss: Tensor = model(**token_batch(3, 8, 77)).loss
+    model.train()
+    return loss
+
+
+def generate(model: Any) -> Tensor:
+    model.eval()
+    tokens: Tensor = model.generate(IDS, max_new_tokens=6, do_sample=False, use_cache=True, pad_token_id=0)
+    model.train()
+    return tokens.float()
+
+
+def train(model: Any, seed: int = 0) -> Tensor:
+    loss = causal_loss(model, token_batch(4, 7, seed))
+    loss.backward()
+    return loss
+
+
+def test_evaluation_and_generation_everywhere(pair: Pair) -> None:
+    """Before the first step, between forward passes, between backward and step, and after: nothing moves."""
+    pair.same(evaluate)
+    pair.same(generate, 0.0)
+    for number in range(3):
+        pair.same(lambda m, number=number: train(m, number))
+        pair.same(evaluate)
+        pair.same(lambda m, number=number: train(m, 10 + number))
+        pair.same(generate, 0.0)
+        pair.check_gradients()
+        pair.step()
+        pair.same(evaluate)
+    pair.check_weights()
+
+
+def test_evaluation_between_forward_and_backward(pair: Pair) -> None:
+    for number in range(2):
+
+        def act(model: Any, number: int = number) -> Tensor:
+            loss = causal_loss(model, token_batch(4, 7, number))
+            evaluate(model)
+            generate(model)
+            loss.backward()
+            return loss
+
+        pair.same(act)
+        pair.check_gradients()
+        pair.step()
+    pair.check_weights()
+
+
+def test_two_forwards_before_one_backward(pair: Pair) -> None:
+    """A loss over two passes, as in contrastive or preference training."""
+    for number in range(3):
+
+        def act(model: Any, number: int = number) -> Tensor:
+            one = causal_loss(model, token_batch(2, 5, number))
+            other = causal_loss(model, token_batch(4, 9, 50 + number))
+            loss = one - 0.3 * other + one * other
+            loss.backward()
+            return loss
+
+        pair.same(act)
+        pair.check_gradients()
+        pair.step()
+    pair.check_weights()
+
+
+def test_two_graphs_backward_in_the_order_of_their_forwards(pair: Pair) -> None:
+    def act(model: Any) -> Tensor:
+        losses = [causal_loss(model, token_batch(2, 5 + i, i)) for i in range(3)]
+        for loss in losses:
+            loss.backward()
+        return sum(losses)  # type: ignore[return-value]
+
+    pair.same(act)
+    pair.check_gradients()
+
+
+def test_a_forward_that_is_dropped(pair: Pair) -> None:
+    """A graph without a backward leaves nothing behind."""
+    for number in range(2):
+        pair.both(lambda m: causal_loss(m, token_batch(3, 6, 9)))
+        pair.same(lambda m, number=number: train(m, number))
+        pair.both(lambda m: causal_loss(m, token_batch(3, 6, 9)))
+        pair.check_gradients()
+        pair.step()
+    pair.check_weights()
+
+
+def test_retained_graph(pair: Pair) -> None:
+    """Two backwards through one graph, from different losses."""
+
+    def act(model: Any) -> Tensor:
+        loss = causal_loss(model, token_batch(4, 7, 1))
+        loss.backward(retain_graph=True)
+        (loss * 2).backward()
+        return loss
+
+    pair.same(act)
+    pair.check_gradients()
+    pair.step()
+    pair.same(train)
+    pair.check_gradients()
+
+
+def test_gradients_of_input_embeddings(pair: Pair) -> None:
+    """inputs_embeds with a gradient of its own, as in prompt tuning."""
+    torch.manual_seed(1)
+    start = torch.randn(3, 6, 64)
+    labels = torch.randint(0, VOCAB, (3, 6))
+
+    def act(model: Any) -> Tensor:
+        embeds = start.clone().requires_grad_()
+        model(inputs_embeds=embeds, labels=labels).loss.backward()
+        assert embeds.grad is not None
+        return embeds.grad
+
+    pair.same(act)
+    pair.check_gradients()
+
+
+def test_hidden_states_and_attentions_in_the_loss(pair: Pair) -> None:
+    def act(model: Any) -> Tensor:
+        out = model(**token_batch(4, 7, 2), output_hidden_states=True, output_attentions=True)
+        assert len(out.hidden_states) == len(model.model.layers) + 1
+        assert len(out.attentions) == len(model.model.layers)
+        extra = sum(h.square().mean() for h in out.hidden_states) + sum(a[..., 0].mean() for a in out.attentions)
+        loss: Tensor = out.loss + 0.5 * extra
+        loss.backward()
+        return loss
+
+    pair.same(act)
+    pair.check_gradients()
+
+
+def test_logits_and_labels_at_once(pair: Pair) -> None:
+    """A loss of the model and a term of the user's on its logits."""
+
+    def act(model: Any) -> Tensor:
+        out = model(**token_batch(4, 7, 2))
+        loss: Tensor = out.loss + out.logits[:, -1].float().square().mean()
+        loss.backward()
+        return loss
+
+    pair.same(act)
+    pair.check_gradients()
+
+
+def test_backward_on_part_of_the_model(pair: Pair) -> None:
+    """autograd.grad of hidden states reaches only the blocks below; nothing is left for the next step."""
+
+    def act(model: Any) -> Tensor:
+        out = model(**token_batch(4, 7, 2), output_hidden_states=True)
+        out.hidden_states[2].square().mean().backward()
+        return out.loss.detach()
+
+    pair.same(act)
+    pair.check_gradients()
+    pair.step()
+    pair.same(train)
+    pair.check_gradients()
+    pair.step()
+    pair.check_weights()
+
+
+def test_skipped_steps_and_zeroed_gradients(pair: Pair) -> None:
+    """zero_grad without step drops what was there; a step without backward does nothing."""
+    pair.same(train)
+    for optimizer in (pair.theirs, pair.ours):
+        optimizer.zero_grad()
+        optimizer.step()
+    for number in range(2):
+        pair.same(lambda m, number=number: train(m, number))
+        pair.check_gradients()
+        pair.step()
+    pair.check_weights()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("recompute", [True, False], ids=("recompute", "keep"))
+def test_gradient_checkpointing(reentrant: bool, recompute: bool) -> None:
+    """Asked for before wrapping, and again after it."""
+    plain, model = build("llama"), build("llama")
+    kinds = {"use_reentrant": reentrant}
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kinds)  # type: ignore[operator]
+    model, _ = headrace.wrap(model, adamw(model.parameters()), device="cpu", recompute=recompute, threads=1)
+    with headrace.session(model) as session:
+        for again in (False, True):
+            if again:
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kinds)  # type: ignore[operator]
+            for side in (plain, model):
+                side.zero_grad()
+                causal_loss(side, token_batch(4, 7, 1)).backward()
+            check_gradients(gradients(model), plain_gradients(plain))
+        assert any("checkpointing" in str(event) for event in session.events)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "plain", "llama-tied"])
+def test_user_loss_and_evaluation(name: str) -> None:
+    """Losses on logits, with evaluations between steps, for other families."""
+    pair = Pair(name, {"rows": 3, "max_grad_norm": 0.5})
+    for number in range(3):
+
+        def act(model: Any, number: int = number) -> Tensor:
+            loss = logits_loss(model, token_batch(4, 7, number))
+            loss.backward()
+            return loss
+
+        pair.same(act)
+        with torch.no_grad():
+            pair.same(lambda m: logits_loss(m, token_batch(2, 4, 60)))
+        pair.check_gradients()
+        torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.5)
+        pair.step()
+    pair.check_weights()
+    pair.close()
+
+
+def test_unwrapped_model_goes_on_alike() -> None:
+    """After unwrap the same loop continues in plain PyTorch, moments included."""
+    pair = Pair("llama", {})
+    pair.same(train)
+    pair.step()
+    pair.same(train)
+    pair.step()
+    headrace.unwrap(pair.model)
+    for _ in range(2):
+        pair.same(train)
+        pair.step()
+    pair.check_weights()
