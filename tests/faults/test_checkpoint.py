@@ -270,7 +270,7 @@ def test_a_disk_that_fills_up_keeps_the_old_checkpoint(
         return original(*args, **kwargs)
 
     monkeypatch.setattr(os, call, full)
-    with pytest.raises(StoreError, match="the disk is full|the disk quota is used up"):
+    with pytest.raises(StoreError, match=r"the disk is full|the disk quota is used up"):
         session.save(saved)
     monkeypatch.undo()
     assert sorted(path.name for path in saved.parent.iterdir()) == ["saved"]
