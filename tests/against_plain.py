@@ -96,12 +96,16 @@ def adamw(model: nn.Module, lr: float = 1e-2, **options: Any) -> torch.optim.Opt
 
 @contextmanager
 def streamed(
-    model: nn.Module, optimizer: Callable[..., torch.optim.Optimizer] | torch.optim.Optimizer = sgd, **options: Any
+    model: nn.Module, optimizer: Callable[..., torch.optim.Optimizer] = sgd, **options: Any
 ) -> Iterator[tuple[Any, Any]]:
-    """A streamed copy of `model` and its optimizer, with freed memory reading NaN; closed at the end."""
+    """A streamed copy of `model` and its optimizer, with freed memory reading NaN; closed at the end. Unless options
+    say otherwise, weights and state live on the host ("auto" would put all on a device without limit)."""
     own = copy.deepcopy(model)
-    made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(own)
-    wrapped, driver = headrace.wrap(own, made, **{"device": "cpu", "window": 1, "debug": True, **options})
+    placement = options.pop("placement", {})
+    if isinstance(placement, dict):
+        placement = {"weights": "host", "state": "host", **placement}
+    defaults = {"device": "cpu", "window": 1, "debug": True}
+    wrapped, driver = headrace.wrap(own, optimizer(own), placement=placement, **{**defaults, **options})
     try:
         yield wrapped, driver
     finally:
