@@ -81,7 +81,8 @@ def main(result: Path) -> None:
     model, optimizer = headrace.wrap(
         model,
         optimizer,
-        accumulation=1,  # one backward a step, so updates may start during it
+        accumulation=1,  # one backward a step, and a stop at infinite gradients: each block is updated at once,
+        on_nonfinite="stop",  # and its gradients need no memory of their own
         device="cpu",
         device_memory=budget,
         placement={"weights": "disk", "state": "disk"},
