@@ -201,6 +201,7 @@ class Walk:
                     self.done[later.index].finish(self._executor.record())
         else:
             self._next = op.index + 1
+            self._run_behind()
 
     def finish(self) -> None:
         """All compute ops are done; overlapped, the rest goes on by itself."""
@@ -215,16 +216,20 @@ class Walk:
                 self.done[op.index].fail(cancelled)
         if not self._executor.overlap:
             for op in self.program.ops[self._next :]:
-                if op.lane in ("h2d", "read"):  # for visits that will not be made
-                    self.done[op.index].fail(cancelled)
-                elif op.lane != "compute":  # gradients of visits that were made
-                    run_job(self.job(op), self._executor.stream(), op.lane in HOST_LANES)
+                self.done[op.index].fail(cancelled)
         for op in self.program.ops:
             try:
                 self.done[op.index].wait()
             except BaseException:
                 pass  # whoever needs this op's work sees its error; here only the end counts
         self._executor.forget(self)
+
+    def _run_behind(self) -> None:
+        """Inline: what follows from the compute op that is over, so that it is done also where no other op comes."""
+        stop = self._next
+        while stop < len(self.program.ops) and not _prepares(self.program.ops[stop]):
+            stop += 1
+        self._run_up_to(stop)
 
     def _run_up_to(self, stop: int) -> None:
         while self._next < stop:
@@ -238,3 +243,9 @@ class Walk:
             else:
                 # As on lanes, an error reaches whoever needs this op; later ops must end too, or their waiters hang.
                 run_job(self.job(op), self._executor.stream(), op.lane in HOST_LANES)
+
+
+def _prepares(op: Op) -> bool:
+    """Whether an op belongs to the visit that follows it: the visit itself, or what brings its weights and inputs."""
+    brings = op.verb in ("READ", "LOAD") and op.region != "state" and op.place != "r"
+    return brings or op.verb in ("FORWARD", "BACKWARD")
