@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -34,7 +35,7 @@ def find_blocks(model: nn.Module, blocks: str | Sequence[str] | Sequence[nn.Modu
     nothing is found, saying what was looked for.
     """
     if blocks is not None:
-        return _named(model, [blocks] if isinstance(blocks, str) else list(blocks))
+        return _named(model, blocks)
     total = _size(model) or 1
     stacks = [stack for stack in _search(model, "") if sum(map(_size, stack.blocks)) >= SMALLEST_SHARE * total]
     if stacks:
@@ -78,7 +79,13 @@ def _search(module: nn.Module, name: str) -> list[Stack]:
     return [Stack(name, tuple(children))]
 
 
-def _named(model: nn.Module, wanted: list[str] | list[nn.Module]) -> list[Stack]:
+def _named(model: nn.Module, blocks: str | Sequence[str] | Sequence[nn.Module]) -> list[Stack]:
+    wanted: list[Any] = list(blocks) if isinstance(blocks, Iterable) and not isinstance(blocks, str) else [blocks]
+    for item in wanted:
+        if not isinstance(item, (str, nn.Module)):
+            raise OptionError(
+                "blocks is neither names nor modules", f"got {item!r}", "Name a list of modules, or pass the modules"
+            )
     names = {id(module): name for name, module in model.named_modules()}
     modules = [item for item in wanted if isinstance(item, nn.Module)]
     for module in modules:
@@ -97,6 +104,11 @@ def _named(model: nn.Module, wanted: list[str] | list[nn.Module]) -> list[Stack]
                     f"blocks names {item!r}, which the model does not have", f"lists: {', '.join(lists[:8]) or 'none'}",
                     "Use one of these names",
                 ) from None  # fmt: skip
+            if not isinstance(found, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+                raise OptionError(
+                    f"blocks names {item!r}, which is a {type(found).__name__} and no list of modules", "",
+                    "Name the list that holds the blocks, or pass the blocks themselves",
+                )  # fmt: skip
             stacks.append(Stack(item, tuple(_children(found))))
     if not any(stack.blocks for stack in stacks):
         raise OptionError("blocks is empty", f"got {wanted!r}", "Name a list of modules with parameters")
