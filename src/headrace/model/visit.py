@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from headrace.base.errors import ModelError, StepError
 from headrace.model import containers, rows
 from headrace.model.containers import Packed
+from headrace.model.handles import weights_as_handles
 from headrace.model.surroundings import Autocast, Buffers, RandomState, recorded_keys, recording
 
 
@@ -164,7 +165,7 @@ class BlockVisit:
             product = self._guarded(call, inputs)
         else:
             leaves = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
-            with torch.enable_grad():
+            with torch.enable_grad(), weights_as_handles(self.block.parameters):
                 product = self._guarded(call, leaves)
             slice_.kept = (leaves, list(product.tensors))
             product.tensors = [tensor.detach() for tensor in product.tensors]
