@@ -138,8 +138,9 @@ class World:
             return [("rows", op.visit)], [("sent rows", op.visit)]
         if op.verb == "SEND":
             own = [("resident", unit), ("r",)] if source == "r" else [(source,)]
-            into = ("grads", unit) if target == "-" else (target,)
-            return own, [into] + ([("rest weights",)] if source == "r" else [])
+            into: list[tuple[object, ...]] = [("grads", unit)] if target[:1] in "-q" else []  # q: the ledger's entry
+            into += [(target,)] if target != "-" else []
+            return own, into + ([("rest weights",)] if source == "r" else [])
         if op.verb == "FREE":
             return [], [(op.place,)]
         if op.verb == "ADD":
@@ -154,7 +155,7 @@ class World:
             writes = [] if placement.home(unit) == DISK else [self._weights(unit)]
             writes += [] if placement.state[unit] == DISK else [state]
             rest = [("rest weights",)] if self.spec.units[unit].kind == REST else []
-            return rest, [*place, *writes, (source,) if source else ("grads", unit)]
+            return rest + ([(source,)] if source else []), [*place, *writes, (source,) if source else ("grads", unit)]
         return self._compute(op, visits[op.visit])
 
     def held_at_norm(self) -> set[int]:

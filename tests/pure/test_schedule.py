@@ -115,6 +115,16 @@ def test_nothing_races_when_gradients_pass_a_ring(ring: int, state: str) -> None
             assert races(drop_waits(world, lambda text: " SEND " in text and ">q" in text).events)
 
 
+def test_nothing_races_where_gradients_pass_a_ring() -> None:
+    """Every block is updated at once, so that a few places hold the gradients of all."""
+    for _, spec, placement, repeats in CASES[::4]:
+        for ring in (1, 2, 3):
+            world = train(spec, replace(placement, ring=ring), repeats, steps=2, mode="early")
+            assert not races(world.events)
+            assert not [fault for program in world.programs for fault in check(program)]
+            assert all(parse(str(program)) == program for program in world.programs)
+
+
 def drop_waits(world: World, matching: Callable[[str], bool]) -> World:
     for event in world.events:
         if matching(event.text):
