@@ -49,6 +49,8 @@ class Pass:
     departed: bool = False
     micro_batches: int = 1
     """Calls that meet at each of its visits."""
+    updates: int = 0
+    """`Stream.updates` when it began: its backward needs the same weights."""
 
 
 class Stream:
@@ -203,7 +205,7 @@ class Stream:
         starts = bool(predicted) and (predicted[0].unit, predicted[0].kind) == (unit, kind)
         if starts or current is None or current.training != training:
             self._end_forward()
-            self._pass = Pass(training)
+            self._pass = Pass(training, updates=self.updates)
             visits = predicted if starts else [Visit(unit, kind)]
             self._pass.departed = not starts
         else:
@@ -261,6 +263,12 @@ class Stream:
             self.slots, self._walk = walk.program.slots_after, None
 
     def _arrive_backward(self, pass_: Pass, number: int) -> Walk:
+        if pass_.updates != self.updates:
+            raise StepError(
+                "backward() came after step() had changed the weights of its forward",
+                f"{self.updates - pass_.updates} updates since",
+                "Call backward() before step(), or compute the loss again",
+            )
         if self._backward is None:
             self._end_forward()
             if self._early_notes is not None:
