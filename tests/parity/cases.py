@@ -93,24 +93,20 @@ def _pairs(row: dict[str, int], names: list[str]) -> list[tuple[str, int, str, i
 _PLAIN: dict[Any, Trace] = {}
 
 
-def plain(name: str, optimizer: str, clip: float | None, steps: Sequence[Step] = STEPS) -> Trace:
+def plain(name: str, optimizer: str, clip: float | None, steps: Sequence[Step] = STEPS, device: str = "cpu") -> Trace:
     """The plain run of a family, computed once."""
-    key = (name, optimizer, clip, tuple(steps))
+    key = (name, optimizer, clip, tuple(steps), device)
     if key not in _PLAIN:
-        model = build(name)
-        _PLAIN[key] = train_plain(model, OPTIMIZERS[optimizer](model.parameters()), FAMILIES[name], clip, steps)
+        model = build(name).to(device)
+        _PLAIN[key] = train_plain(
+            model, OPTIMIZERS[optimizer](model.parameters()), FAMILIES[name], clip, steps, mover(device)
+        )
         assert clip is None or min(_PLAIN[key].norms) > 2 * clip
     return _PLAIN[key]
 
 
 def streamed(
-    name: str,
-    case: Case,
-    disk: Path,
-    steps: Sequence[Step] = STEPS,
-    look: bool = True,
-    device: str = "cpu",
-    **extra: Any,
+    name: str, case: Case, disk: Path, steps: Sequence[Step] = STEPS, look: bool = True, device: str = "cpu"
 ) -> Trace:
     """The streamed run of a family."""
     model = build(name)

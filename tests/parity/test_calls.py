@@ -62,12 +62,15 @@ class Pair:
         headrace.session(self.model).close()
 
 
-@pytest.fixture(params=[(p, o) for p in PLACEMENTS for o in (False, True)], ids=lambda p: "-".join((*p[0], str(p[1]))))
+KINDS = [(p, o, True) for p in PLACEMENTS for o in (False, True)] + [(p, True, False) for p in PLACEMENTS[:3]]
+
+
+@pytest.fixture(params=KINDS, ids=lambda p: "-".join((*p[0], str(p[1]), str(p[2]))))
 def pair(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Llama on every placement, inline and overlapped, with inputs that wait in host memory."""
+    """Llama on every placement, inline and overlapped, with inputs that wait in host memory or kept activations."""
     monkeypatch.setattr(stream, "SMALLEST_STASH", 1)
-    placement, overlap = request.param
-    pair = Pair("llama", Case(2, None, True, *placement, overlap, inputs="host").options(tmp_path))
+    placement, overlap, recompute = request.param
+    pair = Pair("llama", Case(2, None, recompute, *placement, overlap, inputs="host").options(tmp_path))
     yield pair
     pair.close()
 
@@ -250,6 +253,50 @@ def test_skipped_steps_and_zeroed_gradients(pair: Pair) -> None:
         pair.check_gradients()
         pair.step()
     pair.check_weights()
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2", "qwen3"])
+def test_kept_activations_hold_no_slot(name: str, dtype: torch.dtype, window: int) -> None:
+    """In the backward a block's weights may be in another slot than in the forward, and the old one reads NaN."""
+
+    def loss(model: Any) -> Tensor:
+        inputs = {key: value for key, value in token_batch(4, 7, 1).items() if key != "labels"}
+        square: Tensor = model.base_model(**inputs).last_hidden_state.float().square().mean()
+        return square
+
+    plain, model = build(name).to(dtype), build(name).to(dtype)
+    options = Case(window, None, False).options(Path())
+    model, _ = headrace.wrap(model, adamw(model.parameters()), device="cpu", **options)
+    with headrace.session(model):
+        for side in (plain, model):
+            loss(side).backward()
+        got, want = gradients(model), plain_gradients(plain)
+        assert [n for n in want if not torch.equal(got[n].to(dtype), want[n]) and error(got[n], want[n]) > 1e-6] == []
+
+
+@pytest.mark.parametrize("recompute", [True, False], ids=("recompute", "keep"))
+def test_backward_after_step_is_refused(recompute: bool) -> None:
+    """As in plain PyTorch: the weights of the forward are gone."""
+    pair = Pair("llama", {"recompute": recompute})
+
+    def act(model: Any) -> Tensor:
+        first, late = causal_loss(model, token_batch(2, 5, 0)), causal_loss(model, token_batch(2, 5, 1))
+        first.backward()
+        (pair.theirs if model is pair.plain else pair.ours).step()
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|after step"):
+            late.backward()
+        return first
+
+    pair.same(act)
+    for optimizer in (pair.theirs, pair.ours):
+        optimizer.zero_grad()
+    pair.same(train)
+    pair.check_gradients()
+    pair.step()
+    pair.check_weights()
+    pair.close()
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
