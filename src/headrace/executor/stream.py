@@ -264,11 +264,8 @@ class Stream:
 
     def _arrive_backward(self, pass_: Pass, number: int) -> Walk:
         if pass_.updates != self.updates:
-            raise StepError(
-                "backward() came after step() had changed the weights of its forward",
-                f"{self.updates - pass_.updates} updates since",
-                "Call backward() before step(), or compute the loss again",
-            )
+            text = "backward() came after step() had changed the weights of its forward"
+            raise StepError(text, "", "Call backward() before step(), or compute the loss again")
         if self._backward is None:
             self._end_forward()
             if self._early_notes is not None:
