@@ -37,10 +37,12 @@ FAMILIES = ("mistral", "qwen3", "gemma2", "gpt2", "llama-tied", "sequential", "p
 def same_bits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Deterministic kernels, no TF32; also tiny inputs travel to host memory."""
     monkeypatch.setattr(stream, "SMALLEST_STASH", 1)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @pytest.mark.parametrize("choice", pairwise(AXES), ids=lambda c: str(case(dict(c))))
