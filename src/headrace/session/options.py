@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -26,7 +28,8 @@ class Options:
     """Folder for weights or optimizer state on disk. Its file is removed when the session ends."""
     placement: Any = "auto"
     """"auto", or {"weights": tier, "state": tier}; a tier is "device", "host" or "disk", or a dict of them by block
-    number or name pattern, with "*" for the others. {"inputs": "host"} sends saved block inputs to RAM (default on a GPU)."""
+    number or name pattern, with "*" for the others. {"inputs": "host"} sends saved block inputs to RAM (default on a
+    GPU)."""
     window: int = 3
     """Weight slots on the device: blocks that are there at a time. More let copies run further ahead."""
     rows: int | None = None
@@ -54,7 +57,8 @@ class Options:
     check_memory: bool = True
     """Check the device's peak against the budget with the first batch, before anything is trained."""
     autocast: str | None = None
-    """"bfloat16": an fp32 model is trained under bf16 autocast; its linear weights stream in 16 bits, masters stay fp32."""
+    """"bfloat16": an fp32 model is trained under bf16 autocast; its linear weights stream in 16 bits, masters stay
+    fp32."""
     blocks: Any = None
     """The blocks, when they are not found: names of lists, or the modules."""
     debug: bool = False
@@ -66,14 +70,7 @@ class Options:
         return self.accumulation is not None and self.max_grad_norm is None and self.on_nonfinite == "stop"
 
 
-_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
-    "window": ((int,), "a whole number of at least 1"),
-    "recompute": ((bool,), "True or False"),
-    "overlap": ((bool,), "True or False"),
-    "verbose": ((bool,), "True or False"),
-    "check_memory": ((bool,), "True or False"),
-    "debug": ((bool,), "True or False"),
-}
+_FLAGS = ("recompute", "overlap", "verbose", "check_memory", "debug")
 _POSITIVE = ("rows", "accumulation", "threads")
 _CHOICES: dict[str, Sequence[Any]] = {
     "moments": ("float32", "bfloat16"), "on_nonfinite": ("skip", "stop"), "autocast": (None, "bfloat16"),
@@ -97,17 +94,44 @@ def check(given: dict[str, Any]) -> Options:
 
 
 def _fault(name: str, value: Any) -> str | None:
-    if name in _TYPES and (not isinstance(value, _TYPES[name][0]) or (name == "window" and (value is True or value < 1))):
-        return f"{name} must be {_TYPES[name][1]}, got {value!r}"
-    if name in _POSITIVE and value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if name in _FLAGS and not isinstance(value, bool):
+        return f"{name} must be True or False, got {value!r}"
+    if name == "window" and not (whole and value >= 1):
+        return f"window must be a whole number of at least 1, got {value!r}"
+    if name in _POSITIVE and value is not None and not (whole and value >= 1):
         return f"{name} must be a whole number of at least 1 or None, got {value!r}"
     if name in _CHOICES and value not in _CHOICES[name]:
         return f"{name} must be one of {', '.join(map(repr, _CHOICES[name]))}, got {value!r}"
-    if name in ("max_grad_norm", "lr") and value is not None and not (isinstance(value, (int, float)) and value > 0):
-        return f"{name} must be a number above 0 or None, got {value!r}" if value != 0 or name != "lr" else None
+    if name == "max_grad_norm" and value is not None and not (_is_number(value) and value > 0):
+        return f"max_grad_norm must be a number above 0 or None, got {value!r}"
+    if name == "lr" and value is not None and not (_is_number(value) and 0 <= value < math.inf):
+        return f"lr must be a number of at least 0 or None, got {value!r}"
+    if name == "seed" and value is not None and not whole:
+        return f"seed must be a whole number or None, got {value!r}"
+    if name == "device" and not (value is None or isinstance(value, str) or type(value).__name__ == "device"):
+        return f'device must be "cuda", "cuda:1", "cpu" or None, got {value!r}'
+    if name == "placement" and value != "auto" and not isinstance(value, dict):
+        return f'placement must be "auto" or a dict of "weights" and "state", got {value!r}'
     if name in ("device_memory", "host_memory") and value is not None:
         return _caught(lambda: parse_bytes(value, name))
-    return None
+    return _folder_fault(value) if name == "disk_dir" and value is not None else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def _folder_fault(value: Any) -> str | None:
+    """What stands against a folder `value`: it is made later, when everything else is known to be right."""
+    if not isinstance(value, (str, os.PathLike)) or not str(value):
+        return f"disk_dir must be a path or None, got {value!r}"
+    place = Path(value).absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        return f"disk_dir cannot be made: {place} is a file"
+    return None if os.access(place, os.W_OK | os.X_OK) else f"disk_dir cannot be used: {place} may not be written to"
 
 
 def _caught(action: Callable[[], Any]) -> str | None:

@@ -73,7 +73,7 @@ def footprint(spec: ModelSpec, placement: Placement) -> Footprint:
         if unit.trained.entries:
             tiers[state]["state"] += round_up(unit.state_bytes)
             if state == DEVICE:
-                device["grads"] += round_up(unit.grads.nbytes)
+                device["grads"] += round_up(total_bytes(unit))  # summed there, in fp32
             elif not (placement.ring and unit.passes_ring):
                 host["grads"] += round_up(unit.grads.nbytes)
             if unit.kind == REST and state != DEVICE:
