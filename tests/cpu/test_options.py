@@ -166,28 +166,24 @@ def test_the_plan_counts_every_byte_that_is_allocated(
     tmp_path: Path, tiers: tuple[str, str], dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
     """Report 80: real bytes are the planned ones, by tier; for all pairs of tiers (report 79), and windows 1 to 5."""
-    options = dict(options)
-    model = toy(tied=options.pop("tied", False)).to(dtype)
-    placement = dict(zip(("weights", "state"), tiers, strict=True))
+    given = {**options, "placement": dict(zip(("weights", "state"), tiers, strict=True)), "disk_dir": tmp_path}
+    model = toy(tied=given.pop("tied", False)).to(dtype)
+    parts = ("weights", "state", "grads")
     for window in (1, 2, 5):
-        options |= {"placement": placement, "window": window, "disk_dir": tmp_path}
-        with streamed(model, adamw, **options) as (ours, _):
+        given["window"] = window
+        with streamed(model, adamw, **given) as (ours, _):
             report, regions = headrace.memory_report(ours), headrace.session(ours)._stream.regions
-            parts = ("weights", "state", "grads")
-            assert regions.device_arena.nbytes == regions.device_arena.used == sum(report["device"][p] for p in parts)
-            assert regions.host_arena.nbytes == regions.host_arena.used == sum(
-                report["host"][p] for p in (*parts, "stages")
-            )  # fmt: skip
+            total = sum(report["device"][part] for part in parts)
+            host = sum(report["host"][part] for part in (*parts, "stages"))
+            assert regions.device_arena.nbytes == regions.device_arena.used == total
+            assert regions.host_arena.nbytes == regions.host_arena.used == host
             assert report["disk"]["allocated"] == report["disk"]["weights"] + report["disk"]["state"]
-            total = sum(report["device"][p] for p in parts)
         # Exactly that much is enough, also for the plan that is made before the gradients are widened.
-        with streamed(
-            model, adamw, placement=placement, window=window, disk_dir=tmp_path, device_memory=total, **options
-        ):
+        with streamed(model, adamw, device_memory=total, **given):
             pass
+        copied = copy.deepcopy(model)
         with pytest.raises(PlanError):
-            headrace.wrap(copied := copy.deepcopy(model), adamw(copied), device="cpu", placement=placement, window=window,
-                          disk_dir=tmp_path, device_memory=total - 1, **options)  # fmt: skip
+            headrace.wrap(copied, adamw(copied), device="cpu", device_memory=total - 1, **given)
 
 
 @pytest.mark.parametrize("weights_on", ["device", "host", "disk"])
