@@ -262,9 +262,12 @@ class BlockVisit:
             leaves = [leaf for leaf in inputs if leaf.requires_grad]
             targets = [*leaves, *self.block.trained]
             if pairs and targets:
-                keep = slice_.kept is not None and _keeps_graph()
+                # A kept graph ends in the accumulators of its forward; parking in between may have given the
+                # parameters new ones (torch does so when data changes device or dtype), which `inputs` would ask for.
+                kept = slice_.kept is not None
                 torch.autograd.backward(
-                    [o for o, _ in pairs], [g for _, g in pairs], retain_graph=keep, inputs=targets
+                    [o for o, _ in pairs], [g for _, g in pairs], retain_graph=kept and _keeps_graph(),
+                    inputs=None if kept else targets,
                 )  # fmt: skip
             for place, leaf in zip(parts, inputs, strict=True):
                 place.append(leaf.grad if leaf.requires_grad else None)
