@@ -31,7 +31,9 @@ class SavedInput:
 
     @property
     def nbytes(self) -> int:
-        return sum(round_up(shape.numel() * dtype.itemsize, 256) for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
+        return sum(
+            round_up(shape.numel() * dtype.itemsize, 256) for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        )
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The tensors' places in a flat uint8 buffer."""

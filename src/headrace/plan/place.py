@@ -31,7 +31,7 @@ class Budgets:
 
 
 def tiers_for(spec: ModelSpec, choice: Choice, region: str) -> tuple[str, ...]:
-    """A tier for each unit from "host" or {"*": "disk", 0: "host", "lm_head*": "host"} (block numbers, name patterns)."""
+    """A tier for each unit, from "host" or {"*": "disk", 0: "host", "lm_head*": "host"} (block numbers, patterns)."""
     rules: dict[str | int, str] = choice if isinstance(choice, dict) else {"*": choice}
     for tier in rules.values():
         if tier not in TIERS:
@@ -148,7 +148,8 @@ def _require(spec: ModelSpec, candidates: list[tuple[Placement, float]], budgets
     if not short:
         return
     largest = max(
-        ((f"{region} on the {tier}", size) for tier, parts in (("device", need.device), ("host", need.host), ("disk", need.disk))
+        ((f"{region} on the {tier}", size)
+         for tier, parts in ((DEVICE, need.device), (HOST, need.host), (DISK, need.disk))
          for region, size in parts.items()),
         key=lambda item: item[1],
     )  # fmt: skip
@@ -156,7 +157,8 @@ def _require(spec: ModelSpec, candidates: list[tuple[Placement, float]], budgets
     device = footprint(spec, _smallest(spec, placement)).device_bytes
     if budgets.device is not None and need.device_bytes > budgets.device:
         advice.append(
-            f"The smallest device_memory that works is {format_bytes(device)} ({device} bytes): window=1, all weights streamed"
+            f"The smallest device_memory that works is {format_bytes(device)} ({device} bytes): "
+            "window=1, all weights streamed"
         )
     if _host_bytes(need, budgets) > budgets.host and (host := _least_host(spec, candidates, budgets)) is not None:
         advice.append(f"The smallest host_memory that works is {format_bytes(host)} ({host} bytes)")

@@ -29,7 +29,8 @@ class Op:
     """Index of the unit; -1 where there is none."""
     place: str
     """Where it goes or works: s1 a weight slot, h0 a host stage, g0 a gradient slot, u2 an update stage, i0 an input
-    slot, q1 a place of the gradient ring, r the unit's own device memory, - its home; g1>- from where to where (of a BACKWARD: weights, gradients)."""
+    slot, q1 a place of the gradient ring, r the unit's own device memory, - its home; g1>- from where to where (of a
+    BACKWARD: weights, gradients)."""
     lane: str
     after: tuple[int, ...] = ()
     """Earlier ops of this program it waits for."""

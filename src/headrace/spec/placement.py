@@ -26,7 +26,7 @@ class Placement:
     update_slots: int = 3
     input_slots: int = 3
     ring: int = 0
-    """Host places that the gradients of blocks pass through, when every block is updated at once. 0: each has its own."""
+    """Host places that the gradients of blocks pass through, when every block is updated at once. 0: each has one."""
 
     def home(self, unit: int) -> str:
         """The tier that holds the weights an update writes; device copies beside it are refreshed from there."""

@@ -55,7 +55,9 @@ class Regions:
         host_parts: list[tuple[Callable[[Tensor], None], int]] = []
         disk_bytes = self._plan_homes(device_parts, host_parts)
         self._plan_places(device_parts, host_parts)
-        self.disk = DiskFile.create(disk_dir, disk_bytes, events=events) if disk_bytes and disk_dir is not None else None
+        self.disk = (
+            DiskFile.create(disk_dir, disk_bytes, events=events) if disk_bytes and disk_dir is not None else None
+        )
         self.device_arena = DeviceArena(sum(round_up(n) for _, n in device_parts), device)
         self.host_arena = HostArena(sum(round_up(n) for _, n in host_parts), self._pin)
         for arena, parts in ((self.device_arena, device_parts), (self.host_arena, host_parts)):
@@ -122,8 +124,8 @@ class Regions:
         return arena.nbytes
 
     def widen(self, units: Iterable[int]) -> int:
-        """From now on these units' gradients are kept in fp32 on the host; what they hold is converted. Returns the bytes
-        of the memory that this takes."""
+        """From now on these units' gradients are kept in fp32 on the host; what they hold is converted. Returns the
+        bytes of the memory that this takes."""
         chosen = {u for u in units if (u, "grads") in self._homes and not self.spec.units[u].wide_grads}
         wide = tuple(replace(unit, wide_grads=True) if unit.index in chosen else unit for unit in self.spec.units)
         arena = HostArena(sum(round_up(wide[u].grads.nbytes) for u in chosen), self._pin)
