@@ -1,6 +1,6 @@
 """Full fine-tuning of a random model of a named shape: seconds per step, peaks, lanes. One JSON line at the end.
 
-    python benchmarks/full.py --shape q4b --batch 8 --sequence 1024 --max-grad-norm 1.0 --host-memory 100GiB
+python benchmarks/full.py --shape q4b --batch 8 --sequence 1024 --max-grad-norm 1.0 --host-memory 100GiB
 """
 
 from __future__ import annotations

@@ -163,9 +163,7 @@ WRITES: dict[str, Callable[[torch.nn.Parameter, torch.Tensor], Any]] = {
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("which", WEIGHTS)
 @pytest.mark.parametrize("where", ["host", "disk", "mixed"])
-def test_a_write_reaches_the_master_and_the_next_forward(
-    where: str, which: str, write: str, tmp_path: Path
-) -> None:
+def test_a_write_reaches_the_master_and_the_next_forward(where: str, which: str, write: str, tmp_path: Path) -> None:
     """bf16: after two steps the remainder is not zero; a written weight is exact, and is what trains on."""
     model, plain = tiny_llama(BF16), tiny_llama(BF16)
     model, optimizer = wrap(model, adamw(model), where, tmp_path)

@@ -14,7 +14,7 @@ class Cancelled(Exception):
 class Completion:
     """Set once: finished (with a CUDA event when the work runs on a stream), failed or cancelled."""
 
-    __slots__ = ("_event", "_done", "_error")
+    __slots__ = ("_done", "_error", "_event")
 
     def __init__(self) -> None:
         self._done = threading.Event()

@@ -28,8 +28,14 @@ class TakenEmbedding:
     original: Callable[[Tensor], Tensor]
 
     @property
+    def weight(self) -> nn.Parameter:
+        weight = self.module.weight
+        assert isinstance(weight, nn.Parameter)
+        return weight
+
+    @property
     def trained(self) -> bool:
-        return self.module.weight.requires_grad
+        return self.weight.requires_grad
 
 
 def embed(stream: Stream, taken: TakenEmbedding, ids: Sequence[Tensor]) -> list[Tensor]:
@@ -41,7 +47,7 @@ def embed(stream: Stream, taken: TakenEmbedding, ids: Sequence[Tensor]) -> list[
         rows.number, rows.pass_ = stream.number, stream.current
         weight = gather(stream.regions, taken.matrix, rows.index)
     anchor = torch.zeros((), requires_grad=trained)
-    return list(_Embed.apply(stream, taken, rows, weight, anchor))
+    return list(_Embed.apply(stream, taken, rows, weight, anchor))  # type: ignore[no-untyped-call]
 
 
 def _tiles(stream: Stream, taken: TakenEmbedding) -> tuple[int, ...]:
@@ -93,7 +99,7 @@ def _refuse(ids: Sequence[Tensor], count: int, name: str) -> None:
 
 
 def gather(regions: Regions, matrix_index: int, index: Tensor) -> Tensor:
-    """Rows of a matrix on the device, (U, H), from wherever its tiles live. `index`: (U,) int64, sorted, on the host."""
+    """Rows of a matrix on the device, (U, H), from wherever its tiles live. `index`: (U,) int64, sorted, on the CPU."""
     matrix = regions.spec.matrices[matrix_index]
     dtype = DTYPES[matrix.dtype]
     on_device = all(regions.placement.weights[tile] == DEVICE for tile in matrix.tiles)
@@ -123,13 +129,13 @@ def gather(regions: Regions, matrix_index: int, index: Tensor) -> Tensor:
 def _run(taken: TakenEmbedding, rows: Rows, weight: Tensor, positions: Tensor) -> Tensor:
     """The module's own forward, on a weight of only the used rows."""
     module = taken.module
-    padding, module.padding_idx = module.padding_idx, rows.padding  # type: ignore[assignment]
-    lease(module.weight, weight)
+    padding, module.padding_idx = module.padding_idx, rows.padding
+    lease(taken.weight, weight)
     try:
         with rows.autocast():
             return taken.original(positions)
     finally:
-        repark(module.weight)
+        repark(taken.weight)
         module.padding_idx = padding
 
 
@@ -153,11 +159,13 @@ class _Embed(torch.autograd.Function):
             plain = type(taken.module).forward is nn.Embedding.forward
             matrix = stream.spec.matrices[taken.matrix]
             if plain:  # its gradient does not depend on the weight's values
-                weight = torch.empty(rows.index.numel(), matrix.columns, dtype=DTYPES[matrix.dtype], device=stream.device)
+                weight = torch.empty(
+                    rows.index.numel(), matrix.columns, dtype=DTYPES[matrix.dtype], device=stream.device
+                )
             else:
                 weight = gather(stream.regions, taken.matrix, rows.index)
             total = torch.zeros(weight.shape, dtype=torch.float32, device=stream.device)
-            with stream.sink.into(taken.module.weight, total):
+            with stream.sink.into(taken.weight, total):
                 for positions, grad in zip(rows.positions, grads, strict=True):
                     if grad is not None:
                         _backward_one(taken, rows, weight, positions, grad)
@@ -166,15 +174,15 @@ class _Embed(torch.autograd.Function):
 
 
 def _backward_one(taken: TakenEmbedding, rows: Rows, weight: Tensor, positions: Tensor, grad: Tensor) -> None:
-    parameter = taken.module.weight
+    parameter = taken.weight
     padding = taken.module.padding_idx
     lease(parameter, weight)
-    taken.module.padding_idx = rows.padding  # type: ignore[assignment]
+    taken.module.padding_idx = rows.padding
     parameter.grad = None
     try:
         with torch.enable_grad(), rows.autocast():
             out = taken.original(positions)
         torch.autograd.backward([out], [grad], inputs=[parameter])
     finally:
-        taken.module.padding_idx = padding  # type: ignore[assignment]
+        taken.module.padding_idx = padding
         repark(parameter)

@@ -56,9 +56,7 @@ class Executor:
 
     def _resolve(self, program: Program) -> list[tuple[Completion, ...]]:
         """What each op waits for from earlier programs, looked up before this program gives its own tokens."""
-        return [
-            tuple(self._tokens[token] for token in op.before if token in self._tokens) for op in program.ops
-        ]
+        return [tuple(self._tokens[token] for token in op.before if token in self._tokens) for op in program.ops]
 
     def forget(self, walk: Walk) -> None:
         """Tokens of an abandoned walk stand for the last of its ops that was done, else for what they stood for."""

@@ -49,7 +49,7 @@ class Tiles:
                 body(typed(region, layout)[0], layout.entries[0].first_row or 0)
 
     def backward(self, body: Callable[[Tensor, int, Tensor | None], None]) -> None:
-        """Call `body` with each tile's weight (v, H), first row and fp32 gradient to add to (None: frozen), last first."""
+        """Call `body` with each tile's weight (v, H), first row and fp32 gradient to add to (None: frozen)."""
         assert self.pass_ is not None
         for number in reversed(self.numbers):
             unit = self.stream.spec.units[self.pass_.visits[number].unit]
@@ -81,14 +81,20 @@ def losses(
     tiles, anchor = _tiles(stream, head, [*hidden, bias])
     rows = [open_rows(h.detach().to(dtype), y, spec) for h, y, spec in zip(hidden, labels, specs, strict=True)]
     cast = None if bias is None else bias.to(dtype)
-    found = _Losses.apply(tiles, rows, dtype, cast, anchor, *hidden)
+    found = _Losses.apply(tiles, rows, dtype, cast, anchor, *hidden)  # type: ignore[no-untyped-call]
     return [(loss, row.count) for loss, row in zip(found, rows, strict=True)]
 
 
 class _Losses(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tiles: Tiles, rows: list[LossRows], dtype: torch.dtype, bias: Tensor | None, anchor: Tensor, *hidden: Tensor
+        ctx: Any,
+        tiles: Tiles,
+        rows: list[LossRows],
+        dtype: torch.dtype,
+        bias: Tensor | None,
+        anchor: Tensor,
+        *hidden: Tensor,
     ) -> tuple[Tensor, ...]:
         cast = [h.to(dtype) for h in hidden]
 
@@ -137,7 +143,8 @@ def logits(stream: Stream, head: TakenHead, hidden: Sequence[Tensor]) -> list[Te
     kind, bias = stream.device.type, head.module.bias
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden[0].dtype
     tiles, anchor = _tiles(stream, head, [*hidden, bias])
-    return list(_Logits.apply(tiles, dtype, None if bias is None else bias.to(dtype), anchor, *hidden))
+    cast = None if bias is None else bias.to(dtype)
+    return list(_Logits.apply(tiles, dtype, cast, anchor, *hidden))  # type: ignore[no-untyped-call]
 
 
 class _Logits(torch.autograd.Function):

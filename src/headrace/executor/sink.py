@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from headrace.kernels import ops
 from headrace.optim.ledger import Arrival, Ledger
-from headrace.spec.formats import itemsize
 from headrace.spec.footprint import needs_total
+from headrace.spec.formats import itemsize
 from headrace.spec.layout import Layout
 from headrace.spec.model import Unit
 from headrace.spec.placement import DEVICE

@@ -68,7 +68,9 @@ class Stream:
         """Given a pass whose backward begins: notes for updates inside it, or None when they must wait for step()."""
         self.grad_place = ""
         """Where the backward visit under way puts its gradients: a gradient slot, or "" for the unit's own region."""
-        self.trial: Callable[[BlockVisit, Sequence[Tensor], Sequence[Tensor]], None] = lambda visit, tensors, results: None
+        self.trial: Callable[[BlockVisit, Sequence[Tensor], Sequence[Tensor]], None] = lambda visit, tensors, results: (
+            None
+        )
         self.ended: Callable[[], None] = lambda: None
         """Called when a whole backward is over."""
         self.updates = 0
@@ -112,7 +114,9 @@ class Stream:
             entered = self.forward(block.unit, BLOCK, True, visit.needs_grad)
         with entered as region, self.pointed(block.unit, block.parameters, region):
             if backward:
-                with self.sink.collecting(self.spec.units[block.unit], block.parameters, self.grad_place, visit.runs) as end:
+                with self.sink.collecting(
+                    self.spec.units[block.unit], block.parameters, self.grad_place, visit.runs
+                ) as end:
                     yield
                     self.note(visit.number, end())
             else:
@@ -275,7 +279,7 @@ class Stream:
                     "Declare the right accumulation, or leave it out",
                 )
             self._early_notes = self.early(pass_) if self._live_passes() == 1 else None
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[no-untyped-call]
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         if self._walk is not None and self._backward is pass_:
             expected = self._walk.expected
             if expected is not None and expected.visit == number:
@@ -302,7 +306,7 @@ class Stream:
             return
         self.executor.wait(*(f"grads:u{unit}" for unit in self.held))
         size = self.regions.widen(unit.index for unit in self.spec.units if build.sums_narrow(unit))
-        self.events.add("widen", "a second backward() before step(): gradients are summed in fp32 host memory from now on; "
+        self.events.add("widen", "a second backward() before step(): gradients are summed in fp32 from now on; "
                         "headrace.accumulate needs none of it", bytes=format_bytes(size))  # fmt: skip
 
     def _hold(self, visits: Sequence[Visit]) -> None:
@@ -313,7 +317,7 @@ class Stream:
         if self._early_notes is not None and len(units) == len(set(units)) and not self.held.intersection(units):
             return
         size = self.regions.hold()
-        self.events.add("hold", "gradients of a backward without updates: each block keeps its own from now on; declare "
+        self.events.add("hold", "gradients of a backward without updates: each block keeps its own from now; declare "
                         "accumulation as it is to save this", bytes=format_bytes(size))  # fmt: skip
 
     def _live_passes(self) -> int:

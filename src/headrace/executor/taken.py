@@ -15,8 +15,7 @@ from headrace.executor import embedding, head
 from headrace.executor.stream import Stream
 from headrace.executor.window import meet
 from headrace.loss.lazy import LazyLogits
-from headrace.loss.linear_cross_entropy import reduce_losses
-from headrace.loss.tiled import HeadSpec
+from headrace.loss.tiled import HeadSpec, reduce_losses
 from headrace.model.containers import containers, leaves, write_back
 from headrace.model.surroundings import Autocast, cache_class, record_outside
 from headrace.model.visit import Block, BlockVisit, Call, VisitFunction, check_caches
@@ -90,7 +89,8 @@ class TakenBlock(Taken):
         tensors = [tensor for call in calls for tensor in call.packed.tensors]
         trained = any(parameter.requires_grad for parameter in self.block.trained)
         visit.needs_grad = trained or any(tensor.requires_grad for tensor in tensors)
-        results = VisitFunction.apply(visit, torch.zeros((), requires_grad=trained), *tensors)
+        anchor = torch.zeros((), requires_grad=trained)
+        results = VisitFunction.apply(visit, anchor, *tensors)  # type: ignore[no-untyped-call]
         ends, start = [], 0
         for call in calls:
             ends.append(_finisher(call, results[start : start + call.results]))

@@ -64,7 +64,7 @@ class Trial:
         else:
             advice = "Use shorter sequences, a smaller batch, a smaller window, or more device_memory"
         raise PlanError(
-            f"this batch needs {format_bytes(self.bound or 0)} of device memory, {format_bytes(self.budget or 0)} may be used",
+            f"this batch needs {format_bytes(self.bound or 0)} on the device, not {format_bytes(self.budget or 0)}",
             f"a block of {rows} rows takes {format_bytes(work)}, weights and gradients {format_bytes(base)}, "
             f"hidden states of the batch {format_bytes(WINDOW_BUFFERS * hidden)}",
             advice,
@@ -74,4 +74,6 @@ class Trial:
         """After a whole step: what was promised against what was measured."""
         if self.bound is not None:
             kind = "memory" if peak <= self.bound else "memory exceeded"
-            self.events.once("peak", kind, f"measured device peak {format_bytes(peak)}, bound {format_bytes(self.bound)}")
+            self.events.once(
+                "peak", kind, f"measured device peak {format_bytes(peak)}, bound {format_bytes(self.bound)}"
+            )

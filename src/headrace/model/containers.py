@@ -35,7 +35,8 @@ def transform(item: Any, leaf: Callable[[Any], Any]) -> Any:
         if type(item) is dict:
             return fields
         try:
-            return type(item)(**fields) if dataclasses.is_dataclass(item) else type(item)(fields)
+            build: Any = type(item)
+            return build(**fields) if dataclasses.is_dataclass(item) else build(fields)
         except TypeError:
             return fields
     return leaf(item)
@@ -91,7 +92,7 @@ def _entries(container: Any) -> dict[Any, Any]:
 
 
 def written(before: dict[Path, dict[Any, Any]], after: dict[Path, Any]) -> dict[tuple[Path, Any], Any]:
-    """What a call put into containers it was given: (path, key) -> value, for keys that are new or hold another object."""
+    """What a call put into containers it was given: (path, key) -> value, for keys that are new or changed."""
     changes = {}
     for path, old in before.items():
         for key, value in _entries(after[path]).items():

@@ -37,7 +37,8 @@ _DEVICE_GET, _IS_CUDA_GET = Tensor.device.__get__, Tensor.is_cuda.__get__  # typ
 _LEAF_METHODS = {
     getattr(Tensor, name)
     for name in (
-        "size", "dim", "ndimension", "numel", "nelement", "element_size", "requires_grad_", "register_hook", "is_inference",
+        "size", "dim", "ndimension", "numel", "nelement", "element_size", "requires_grad_", "register_hook",
+        "is_inference",
         "register_post_accumulate_grad_hook", "is_floating_point", "is_complex", "untyped_storage", "data_ptr",
         "__hash__", "is_shared", "retain_grad", "get_device", "__len__", "is_signed", "_is_view", "storage_offset",
     )
@@ -65,7 +66,7 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> NoReturn:
         raise StepError(
-            f"the weight {ctx.parameter_name} was used outside the module that Headrace streams it for, and needs a gradient there",
+            f"the weight {ctx.parameter_name} was used outside its own module, and needs a gradient there",
             "its gradient would be lost",
             "Call the module instead of using its weight, or keep that module out of streaming",
         )
@@ -79,7 +80,7 @@ class WeightValue(Tensor):
 
     @staticmethod
     def of(value: Tensor, root: Tensor, write: Callable[[Tensor], None]) -> WeightValue:
-        result: WeightValue = torch.Tensor._make_subclass(WeightValue, value)  # type: ignore[assignment]
+        result: WeightValue = torch.Tensor._make_subclass(WeightValue, value)
         result._root, result._write = root, write
         return result
 
@@ -89,7 +90,7 @@ class WeightValue(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             written = [args[0]] if args and writes(func, kwargs) else []
-            for target in (written[0] if written and isinstance(written[0], (list, tuple)) else written):
+            for target in written[0] if written and isinstance(written[0], (list, tuple)) else written:
                 if isinstance(target, WeightValue):
                     target._write(target._root)
             first = args[0] if args else None
@@ -177,7 +178,7 @@ def _with_values(item: Any, keep: bool = False) -> Any:
         if item.requires_grad and torch.is_grad_enabled():
             anchor = torch.zeros((), requires_grad=True)
             label = getattr(item, "_headrace_name", "(unnamed)")
-            return _Read.apply(value, label, anchor)
+            return _Read.apply(value, label, anchor)  # type: ignore[no-untyped-call]
         return value
     if isinstance(item, (list, tuple)):
         return type(item)(_with_values(part, keep) for part in item)

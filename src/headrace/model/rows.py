@@ -92,4 +92,6 @@ def _close(x: Tensor, y: Tensor) -> bool:
     if not x.dtype.is_floating_point:
         return bool(torch.equal(x, y))
     tolerance = 1e-4 if x.dtype == torch.float32 else 3e-2
-    return bool(torch.allclose(x.float(), y.float(), rtol=tolerance, atol=tolerance * float(y.float().abs().max() + 1e-12)))
+    return bool(
+        torch.allclose(x.float(), y.float(), rtol=tolerance, atol=tolerance * float(y.float().abs().max() + 1e-12))
+    )

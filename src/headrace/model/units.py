@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -59,7 +60,7 @@ def divide(
     over several backwards. `narrow`: ids of fp32 parameters that stream as bf16 (autocast).
     """
     names = {id(p): name for name, p in model.named_parameters()}
-    parameters = {name: p for name, p in model.named_parameters()}
+    parameters = dict(model.named_parameters())
     owners = _owners(model, stacks)
     blocks = list(dict.fromkeys(block for stack in stacks for block in stack.blocks))
     largest = max(sum(_bytes(p, narrow) for p in block.parameters()) for block in blocks)
@@ -74,7 +75,7 @@ def divide(
     units: list[Unit] = []
     matrices: list[Matrix] = []
 
-    def add_matrix(p: nn.Parameter) -> int:
+    def add_matrix(p: Any) -> int:
         count = -(-_bytes(p, narrow) // max(largest, 1))
         rows = -(-p.shape[0] // count)
         starts = range(0, p.shape[0], rows)
@@ -98,7 +99,8 @@ def divide(
     unit_of: dict[int, int] = {}
     block_names = {id(module): name for name, module in model.named_modules()}
     for block in blocks:
-        own, shared = [], []
+        own: list[nn.Parameter] = []
+        shared: list[nn.Parameter] = []
         for p in dict.fromkeys(block.parameters()):
             (own if owners[id(p)] == {id(block)} else shared).append(p)
         index = unit_of[id(block)] = len(units)
@@ -107,7 +109,7 @@ def divide(
         anatomy.blocks[index], anatomy.shared[index] = block, shared
         taken.update(id(p) for p in own)
         if shared:
-            events.add("shared", f"{block_names[id(block)]} shares parameters with other modules; they stay on the device",
+            events.add("shared", f"{block_names[id(block)]} shares parameters with others; they stay on the device",
                        parameters=", ".join(names[id(p)] for p in shared[:4]))  # fmt: skip
     anatomy.order = [unit_of[id(block)] for stack in stacks for block in stack.blocks]
     for head in heads:
@@ -122,7 +124,7 @@ def divide(
     return anatomy
 
 
-def _bytes(p: nn.Parameter, narrow: frozenset[int]) -> int:
+def _bytes(p: torch.Tensor, narrow: frozenset[int]) -> int:
     return p.numel() * (2 if id(p) in narrow else p.dtype.itemsize)
 
 
@@ -138,9 +140,9 @@ def _owners(model: nn.Module, stacks: Sequence[Stack]) -> dict[int, set[int]]:
             owners.setdefault(id(p), set()).add(key)
     for module in model.modules():
         if id(module) not in inside:
-            for p in module._parameters.values():
-                if p is not None:
-                    owners.setdefault(id(p), set()).add(id(module))
+            for direct in module._parameters.values():
+                if direct is not None:
+                    owners.setdefault(id(direct), set()).add(id(module))
     return owners
 
 
@@ -171,7 +173,7 @@ def _find_matrices(
     return [m for m in embeddings if id(m.weight) in pure], [m for m in heads if id(m.weight) in pure]
 
 
-def _has_hooks(p: nn.Parameter) -> bool:
+def _has_hooks(p: Any) -> bool:
     """Someone looks at the gradient as a whole (to mask rows of an embedding, say), which tiles would not show."""
     return bool(p._backward_hooks) or bool(getattr(p, "_post_accumulate_grad_hooks", None))
 

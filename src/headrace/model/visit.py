@@ -322,9 +322,9 @@ def _join(
             total = total + part
         return total
     whole = torch.zeros_like(like, memory_format=torch.contiguous_format)
-    for part, bound in zip(parts, bounds, strict=True):
-        if part is not None and bound is not None:
-            whole.narrow(dim, bound[0], bound[1] - bound[0]).copy_(part)
+    for slice_part, bound in zip(parts, bounds, strict=True):
+        if slice_part is not None and bound is not None:
+            whole.narrow(dim, bound[0], bound[1] - bound[0]).copy_(slice_part)
     return whole
 
 

@@ -79,7 +79,11 @@ class Ledger:
 
     def norm(self) -> float:
         """The L2 norm over all gradients that have arrived; every square must be known."""
-        return math.sqrt(math.fsum(self.squares[unit].item() for unit in sorted(self.arrived))) if self._finite() else math.nan
+        return (
+            math.sqrt(math.fsum(self.squares[unit].item() for unit in sorted(self.arrived)))
+            if self._finite()
+            else math.nan
+        )
 
     def _finite(self) -> bool:
         return all(math.isfinite(self.squares[unit].item()) for unit in self.arrived)
@@ -96,7 +100,9 @@ class Ledger:
         return Verdict(norm, None)
 
     def nonfinite(self, step: int) -> NonFiniteError:
-        bad = [self.spec.units[unit].name for unit in sorted(self.arrived) if not math.isfinite(self.squares[unit].item())]
+        bad = [
+            self.spec.units[unit].name for unit in sorted(self.arrived) if not math.isfinite(self.squares[unit].item())
+        ]
         shown = ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
         return NonFiniteError(
             f"step {step}: the gradients of {shown} are infinite or NaN",

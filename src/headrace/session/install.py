@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from headrace.base.errors import OptionError
 from headrace.executor.embedding import TakenEmbedding
 from headrace.executor.head import TakenHead
 from headrace.executor.stream import Stream
@@ -55,12 +56,10 @@ def _plain_calls(module: nn.Module, stream: Stream) -> None:
 def _no_checkpointing(module: nn.Module, stream: Stream) -> None:
     if getattr(module, "gradient_checkpointing", False):
         module.gradient_checkpointing = False  # type: ignore[assignment]
-        stream.tell_once("checkpointing", "recompute", "gradient checkpointing of blocks is left to Headrace's recompute")
+        stream.tell_once("checkpointing", "recompute", "gradient checkpointing is left to Headrace's recompute")
 
 
-def _take_loss(
-    model: nn.Module, heads: list[TakenHeadCall], stream: Stream, undo: list[Callable[[], None]]
-) -> None:
+def _take_loss(model: nn.Module, heads: list[TakenHeadCall], stream: Stream, undo: list[Callable[[], None]]) -> None:
     """The causal loss of a Hugging Face model is computed from the head's tiles, without logits."""
     get_head = getattr(model, "get_output_embeddings", None)
     output = get_head() if callable(get_head) else None
@@ -76,7 +75,7 @@ def _take_loss(
     fallback = "the model's own loss runs on full logits: "
     replaced = fused_loss(original, head.loss, lambda reason: stream.tell_once("loss", "loss", fallback + reason))
     before = model.__dict__.get("_loss_function")
-    model.loss_function = replaced
+    model.loss_function = replaced  # type: ignore[assignment]
 
     def restore() -> None:
         if before is None:
@@ -88,7 +87,7 @@ def _take_loss(
 
 def _guard(model: nn.Module, stream: Stream, undo: list[Callable[[], None]]) -> None:
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-        model._headrace_session.before_forward()  # type: ignore[union-attr,operator]
+        owner(model).before_forward()
         note_batch(args, kwargs)
         for block in blocks:
             _no_checkpointing(block, stream)
@@ -102,7 +101,7 @@ def _guard(model: nn.Module, stream: Stream, undo: list[Callable[[], None]]) -> 
                 state[name] = value.plain()
 
     undo.append(model.register_state_dict_post_hook(plain_state).remove)
-    model.__dict__["zero_grad"] = lambda set_to_none=True: model._headrace_session.zero_grad()  # type: ignore[union-attr,operator]
+    model.__dict__["zero_grad"] = lambda set_to_none=True: owner(model).zero_grad()
     undo.append(lambda: model.__dict__.pop("zero_grad", None))
     guard(model, stream, undo)
     if hasattr(model, "save_pretrained"):
@@ -114,14 +113,28 @@ def _taken_blocks(model: nn.Module) -> list[TakenBlock]:
     return [call for module in model.modules() if isinstance(call := module.__dict__.get("forward"), TakenBlock)]
 
 
+def owner(model: nn.Module) -> Any:
+    """The session of a wrapped model (its class lies above this module)."""
+    return model._headrace_session
+
+
 def _saver(model: nn.Module) -> Callable[..., None]:
-    def save_pretrained(folder: Any, max_shard_size: int | str = "5GB", **ignored: Any) -> None:
+    def save_pretrained(
+        save_directory: Any, is_main_process: bool = True, max_shard_size: int | str = "5GB", **others: Any
+    ) -> None:
         """Stream the model to a folder in Hugging Face's format, block by block."""
         from headrace.base.units import parse_bytes
         from headrace.checkpoint.export import save_pretrained as export
 
-        session = model._headrace_session
-        session.wait()  # type: ignore[union-attr,operator]
-        export(model, folder, session.read_for_save, max_shard_bytes=parse_bytes(max_shard_size))  # type: ignore[union-attr,arg-type]
+        given = sorted(name for name, value in others.items() if value not in (None, False))
+        if given:
+            raise OptionError(
+                f"save_pretrained of a wrapped model cannot take {', '.join(given)}",
+                "it writes the model's own weights",
+                "Leave it out, or call headrace.unwrap(model) first",
+            )  # fmt: skip
+        if is_main_process:
+            owner(model).wait()
+            export(model, save_directory, owner(model).read_for_save, max_shard_bytes=parse_bytes(max_shard_size))
 
     return save_pretrained

@@ -1,4 +1,4 @@
-"""The rest: parameters outside blocks and matrices stay on the device, and wait for their update before anyone reads them."""
+"""The rest: parameters outside blocks and matrices stay on the device; who reads them waits for their update."""
 
 from __future__ import annotations
 

@@ -19,15 +19,15 @@ from headrace.executor.executor import Executor
 from headrace.executor.stream import Pass, Stream
 from headrace.executor.taken import Taken
 from headrace.executor.trial import Trial
+from headrace.model.held import HeldGradient
 from headrace.model.parked import is_parked, placeholder
 from headrace.model.units import Anatomy
-from headrace.optim.held import HeldGradient
 from headrace.optim.rules import Rule
 from headrace.schedule import build
 from headrace.schedule.op import Program
 from headrace.session.options import Options
-from headrace.session.rest import Rest
 from headrace.session.report import Peaks, memory_report
+from headrace.session.rest import Rest
 from headrace.session.values import Values
 from headrace.spec.model import ModelSpec
 from headrace.spec.placement import DEVICE, Placement

@@ -44,7 +44,7 @@ MARGIN = 0.9
 
 
 def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **given: Any) -> tuple[nn.Module, Any]:
-    """Stream `model`: the same object afterwards trains in less memory than it needs, with the numbers of plain training.
+    """Stream `model`: the same object afterwards trains in less memory than it needs, with plain training's numbers.
 
     `optimizer`: torch.optim.AdamW, Adam or SGD over its parameters; None: AdamW with `lr`. Options: see
     headrace.session.options.Options. Returns (model, optimizer). Raises OptionError, ModelError, OptimizerError or
@@ -113,8 +113,14 @@ def _anatomy(
     if outside:
         events.add("frozen", "parameters that require gradients but are in no optimizer group are treated as frozen",
                    parameters=outside)  # fmt: skip
-    if options.moments == "bfloat16" and rule.kind != "sgd" and any(g["betas"][1] > 0.995 for g in optimizer.param_groups):
-        events.add("moments", "bf16 second moments with beta2 above 0.995 cannot fall: steps shrink after large gradients")
+    if (
+        options.moments == "bfloat16"
+        and rule.kind != "sgd"
+        and any(g["betas"][1] > 0.995 for g in optimizer.param_groups)
+    ):
+        events.add(
+            "moments", "bf16 second moments with beta2 above 0.995 cannot fall: steps shrink after large gradients"
+        )
     if any(group.get("fused") for group in optimizer.param_groups):
         events.add("kernels", "fused=True: Headrace's own fused kernels update the weights where their state lives")
     stacks = find_blocks(model, options.blocks)
@@ -126,7 +132,8 @@ def _anatomy(
 
 def _narrow(model: nn.Module, groups: dict[int, int]) -> frozenset[int]:
     """Weights that bf16 autocast casts anyway: fp32 matrices that only linear layers use."""
-    linear, other = set(), set()
+    linear: set[int] = set()
+    other: set[int] = set()
     for module in model.modules():
         for name, p in module._parameters.items():
             if p is None:
@@ -149,7 +156,8 @@ def _place(anatomy: Anatomy, options: Options, device: torch.device, events: Eve
         if inputs not in (HOST, DEVICE):
             raise OptionError("placement of inputs is unknown", f"got {inputs!r}", "Use 'device' or 'host'")
     base = Placement((HOST,) * count, (HOST,) * count, options.window, staged=device.type == "cuda",
-                     offload=inputs == HOST and options.recompute, ring=RING if options.updates_at_once else 0)  # fmt: skip
+                     offload=inputs == HOST and options.recompute,
+                     ring=RING if options.updates_at_once else 0)  # fmt: skip
     placement, why = choose(anatomy.spec, budgets, base, choice)
     events.add("placement", str(placement), why=why,
                device_memory="no limit" if budgets.device is None else format_bytes(budgets.device),
@@ -227,7 +235,7 @@ def _predicted(anatomy: Anatomy) -> list[Visit]:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """End the model's session: real weights in ordinary memory (on the CPU), the optimizer with its state in torch's form."""
+    """End the model's session: real weights in ordinary memory (on the CPU), the optimizer with its state."""
     current = session(model)
     current.wait()
     optimizer = current.optimizer

@@ -69,9 +69,7 @@ class Layout:
 
     def recast(self, dtype: Callable[[Entry], str]) -> Layout:
         """The same entries in other formats (moments, gradients, remainders)."""
-        return Layout(
-            tuple(Entry(e.name, e.shape, dtype(e), e.trainable, e.group, e.first_row) for e in self.entries)
-        )
+        return Layout(tuple(Entry(e.name, e.shape, dtype(e), e.trainable, e.group, e.first_row) for e in self.entries))
 
     def trainable(self) -> Layout:
         """Only the entries that are trained; their offsets are those of the full layout, for they come first."""

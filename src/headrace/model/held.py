@@ -22,7 +22,7 @@ class HeldGradient(Tensor):
 
     @staticmethod
     def of(like: Tensor, read: Callable[[], Tensor]) -> HeldGradient:
-        result: HeldGradient = torch.Tensor._make_subclass(HeldGradient, like)  # type: ignore[assignment]
+        result: HeldGradient = torch.Tensor._make_subclass(HeldGradient, like)
         result._read = read
         return result
 
