@@ -35,10 +35,10 @@ class Step:
 
 
 STEPS = (
-    Step("calls", ((4, 7),)),
-    Step("calls", ((2, 5), (4, 6), (1, 9))),
-    Step("window", ((3, 6), (4, 5), (1, 8))),
-    Step("calls", ((7, 6),)),
+    Step("calls", ((4, 5),)),
+    Step("calls", ((2, 5), (3, 4), (1, 6))),
+    Step("window", ((2, 4), (3, 6), (1, 5))),
+    Step("calls", ((5, 4),)),
 )
 """One batch; several backward calls; a window of micro-batches of different shapes; one large batch."""
 

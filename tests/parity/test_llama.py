@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.executor import stream
-from parity.cases import AXES, CLIP, PLACEMENTS, Case, plain, streamed
+from parity.cases import AXES, CLIP, PLACEMENTS, Case, case, pairwise, plain, streamed
 from parity.reference import check, check_equal
 
 
@@ -32,17 +33,18 @@ def test_product(window: int, rows: int | None, recompute: bool, placement: tupl
         check_equal(inline, overlapped)
 
 
-@pytest.mark.parametrize("window", AXES["window"], ids=lambda window: f"window-{window}")
-@pytest.mark.parametrize("rows", AXES["rows"], ids=lambda rows: f"rows-{rows or 'all'}")
-@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+TRAVELS = pairwise({name: AXES[name] for name in ("window", "rows", "placement")})
+
+
+@pytest.mark.parametrize("choice", TRAVELS, ids=lambda choice: str(case(dict(choice))))
 def test_inputs_that_wait_in_host_memory(
-    window: int, rows: int | None, placement: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    choice: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sending a block's input away and back changes no bit."""
     monkeypatch.setattr(stream, "SMALLEST_STASH", 1)
-    case = Case(window, rows, True, *placement, False, CLIP, "adamw")
-    there = streamed("llama", case, tmp_path)
+    inline = replace(case(dict(choice)), overlap=False, clip=CLIP, optimizer="adamw")
+    there = streamed("llama", inline, tmp_path)
     check(there, plain("llama", "adamw", CLIP))
     for overlap in (False, True):
-        away = streamed("llama", replace(case, overlap=overlap, inputs="host"), tmp_path, look=not overlap)
+        away = streamed("llama", replace(inline, overlap=overlap, inputs="host"), tmp_path, look=not overlap)
         check_equal(there, away)
