@@ -106,7 +106,7 @@ def plain(name: str, optimizer: str, clip: float | None, steps: Sequence[Step] =
 
 
 def streamed(
-    name: str, case: Case, disk: Path, steps: Sequence[Step] = STEPS, look: bool = True, device: str = "cpu"
+    name: str, case: Case, disk: Path, steps: Sequence[Step] = STEPS, look: str = "always", device: str = "cpu"
 ) -> Trace:
     """The streamed run of a family."""
     model = build(name)

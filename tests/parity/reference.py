@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import headrace
 from headrace.base.errors import StepError
-from parity.families import FAMILIES, Batch, Family
+from parity.families import Batch, Family
 
 TOLERANCE = 1e-5
 """Relative L2 error of a gradient in fp32; the design's correctness contract."""
@@ -94,9 +95,9 @@ def train_plain(
 
 def train_streamed(
     model: nn.Module, optimizer: Any, family: Family, steps: Sequence[Step] = STEPS,
-    move: Callable[[Batch], Batch] = lambda batch: batch, look: bool = True,
+    move: Callable[[Batch], Batch] = lambda batch: batch, look: str = "always",
 ) -> Trace:  # fmt: skip
-    """The same with a wrapped model. `look`: read the gradients of every step, else only those of the last."""
+    """The same with a wrapped model. `look` at gradients "always", at those of the "last" step or "never"."""
     trace = Trace()
     for number, step in enumerate(steps):
         losses = []
@@ -119,13 +120,11 @@ def train_streamed(
                 losses.append(loss.item())
         trace.losses.append(losses)
         last = number == len(steps) - 1
-        trace.gradients.append(gradients(model) if look or last else None)
+        looks = look == "always" or (look == "last" and last)
+        trace.gradients.append(gradients(model) if looks else None)
         optimizer.step()
         optimizer.zero_grad()
-        if look or last:
-            trace.norms.append(optimizer.last_grad_norm)
-        else:
-            trace.norms.append(math.nan)
+        trace.norms.append(optimizer.last_grad_norm if looks or last else math.nan)
     return _finish(trace, model, optimizer)
 
 
@@ -215,8 +214,6 @@ def check(got: Trace, want: Trace, tolerance: float = TOLERANCE) -> float:
 
 
 def _approx(value: float, tolerance: float) -> Any:
-    import pytest
-
     return pytest.approx(value, rel=tolerance, abs=1e-9)
 
 
@@ -231,7 +228,3 @@ def check_equal(one: Trace, other: Trace) -> None:
     assert one.state.keys() == other.state.keys()
     for name, state in one.state.items():
         assert [k for k in state if not torch.equal(state[k], other.state[name][k])] == [], name
-
-
-def family(name: str) -> Family:
-    return FAMILIES[name]

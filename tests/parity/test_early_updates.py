@@ -1,0 +1,77 @@
+"""Updates that start inside the backward, where the accumulation is declared and nothing must be clipped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import headrace
+from headrace.executor import stream
+from parity.cases import PLACEMENTS, Case, plain
+from parity.families import FAMILIES, build, logits_loss, token_batch
+from parity.reference import OPTIMIZERS, Step, Trace, adamw, check, check_equal, error, train_streamed
+
+ONE = tuple(Step("calls", ((4, 5),)) for _ in range(3))
+THREE = tuple(Step("calls", ((2, 5), (3, 4), (1, 6))) for _ in range(3))
+WINDOW = tuple(Step("window", ((2, 5), (3, 4), (1, 6))) for _ in range(3))
+
+
+def early(name: str, steps: tuple[Step, ...], count: int, options: dict[str, Any]) -> tuple[Trace, int]:
+    """A run with declared accumulation, and how many units were updated before step()."""
+    model = build(name)
+    model, optimizer = headrace.wrap(
+        model, OPTIMIZERS["adamw"](model.parameters()), device="cpu",
+        **{**options, "accumulation": count, "on_nonfinite": "stop", "max_grad_norm": None},
+    )  # fmt: skip
+    with headrace.session(model) as session:
+        ran = []
+        start = session._executor.start
+
+        def counting(program: Any, notes: Any = None) -> Any:
+            ran.extend(op.unit for op in program.ops if op.verb == "UPDATE" and program.name == "backward")
+            return start(program, notes)
+
+        session._executor.start = counting
+        # Gradients are gone by the time of step(), so no one looks at them.
+        return train_streamed(model, optimizer, FAMILIES[name], steps, look="never"), len(ran)
+
+
+@pytest.mark.parametrize("recompute", [True, False], ids=("recompute", "keep"))
+@pytest.mark.parametrize("steps", [ONE, THREE, WINDOW], ids=("one", "three", "window"))
+@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "sequential"])
+def test_early_updates(
+    name: str, placement: tuple[str, str], steps: tuple[Step, ...], recompute: bool, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(stream, "SMALLEST_STASH", 1)
+    count = len(steps[0].shapes)
+    found = []
+    for overlap in (False, True):
+        options = Case(2, None, recompute, *placement, overlap, inputs="host").options(tmp_path)
+        trace, ran = early(name, steps, count, options)
+        assert ran > 0
+        want = plain(name, "adamw", None, steps)
+        check(trace, want)
+        found.append(trace)
+    check_equal(*found)
+
+
+def test_early_updates_of_bf16() -> None:
+    """Masters after early updates are those of late ones, bit by bit."""
+    found = []
+    for options in ({}, {"accumulation": 2, "on_nonfinite": "stop"}):
+        model = build("llama").bfloat16()
+        model, optimizer = headrace.wrap(model, adamw(model.parameters()), device="cpu", threads=1, **options)
+        with headrace.session(model) as session:
+            for number in range(3):
+                for part in range(2):
+                    logits_loss(model, token_batch(3, 6, 10 * number + part)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append({name: session.read_weight(name, master=True) for name, _ in model.named_parameters()})
+    assert [name for name in found[0] if not torch.equal(found[0][name], found[1][name])] == []
+    assert error(found[0]["lm_head.weight"], build("llama").lm_head.weight) > 1e-4
