@@ -108,8 +108,16 @@ def test_a_failure_ends_with_one_message(tmp_path: Path, name: str) -> None:
     assert not list((tmp_path / "disk").glob("*")), "the session's file outlived it"
 
 
-def test_a_run_that_ends_without_closing_is_quiet(tmp_path: Path) -> None:
-    """Report 99: no noise from destructors at the end, while updates are still under way; the disk file is gone."""
-    code, text = run(WRAPPED + "\n" + STEP, tmp_path)
+@pytest.mark.parametrize("end", ["after a step", "after a forward", "inside a forward"])
+def test_a_run_that_ends_without_closing_is_quiet(tmp_path: Path, end: str) -> None:
+    """Reports 79 and 99: a thread that Python kills inside a kernel aborts the process. Updates that are still under
+    way at the end come to theirs; destructors make no noise; the disk file is gone."""
+    last = {
+        "after a step": "",
+        "after a forward": "\nloss = model(torch.ones(2, 64)).sum()",
+        "inside a forward": "\nmodel[2].register_forward_pre_hook(lambda *_: exit())\nmodel(torch.ones(2, 64))",
+    }
+    many = f"for _ in range(20): {STEP}"
+    code, text = run(WRAPPED + "\n" + many + last[end], tmp_path)
     assert (code, text) == (0, "")
     assert not list((tmp_path / "disk").iterdir())

@@ -8,8 +8,10 @@ and each op does the same arithmetic, so both give the same bits.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +37,9 @@ class Executor:
         self._lanes = {name: ThreadLane(name, device) for name in (*HOST_LANES, *COPY_LANES)} if overlap else {}
         self._unwatched: list[Completion] = []
         self._lock = threading.Lock()
+        self._walk: Callable[[], Walk | None] = lambda: None
+        """The pass that began last, if its ops are still of interest."""
+        _OPEN.add(self)
 
     def start(self, program: Program, notes: Notes | None = None) -> Walk:
         """Begin a program. Overlapped: its copies start at once."""
@@ -48,6 +53,8 @@ class Executor:
                 self._tokens.update(dict.fromkeys(op.gives, done))
                 if op.lane == "host" or op.verb == "WRITE":
                     self._unwatched.append(done)
+        if program.compute():
+            self._walk = weakref.ref(walk)
         if self.overlap:
             for op in program.ops:
                 if op.lane != "compute":
@@ -149,6 +156,23 @@ class Executor:
             lane.close()
         self._lanes.clear()
         self._tokens.clear()
+
+    def end(self) -> None:
+        """The process ends: nothing new begins, and what runs comes to its end."""
+        walk = self._walk()
+        if walk is not None:
+            walk.abandon()
+        self.close()
+
+
+_OPEN: weakref.WeakSet[Executor] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """Python kills daemon threads at exit. One that is inside a kernel then would abort the whole process."""
+    for executor in list(_OPEN):
+        executor.end()
 
 
 class Walk:
