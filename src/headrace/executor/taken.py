@@ -65,10 +65,11 @@ class TakenBlock(Taken):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stream, block = self.stream, self.block
         if not torch.is_grad_enabled():
-            call = (contextvars.copy_context(), args, kwargs, Autocast.now(stream.device))
-            return meet(("block", id(block)), call, self._run_all)
-        args, kwargs = check_caches(args, kwargs, cache_class())
-        return meet(("block", id(block)), Call(args, kwargs, current_batch()), self._visit_all)()
+            plain = (contextvars.copy_context(), args, kwargs, Autocast.now(stream.device))
+            return meet(("block", id(block)), plain, self._run_all)
+        call = Call(*check_caches(args, kwargs, cache_class()), current_batch())
+        call.given = (args, kwargs)  # the caller's own containers are given what the block writes into its copies
+        return meet(("block", id(block)), call, self._visit_all)()
 
     def _run_all(self, calls: list[tuple[contextvars.Context, tuple[Any, ...], dict[str, Any], Autocast]]) -> list[Any]:
         """Without gradients: the original forward of each call, in its thread's context, on one load."""
@@ -119,7 +120,8 @@ class TakenEmbeddingCall(Taken):
         super().__init__(stream, taken.module)
         self.taken = taken
 
-    def __call__(self, ids: Tensor) -> Tensor:
+    def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        (ids,) = (*args, *kwargs.values())  # forward's parameter has several names
         result: Tensor = meet(
             ("embedding", id(self.taken)), ids, lambda items: embedding.embed(self.stream, self.taken, items)
         )
