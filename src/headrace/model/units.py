@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from headrace.base.errors import ModelError
 from headrace.base.events import EventLog
@@ -157,7 +158,7 @@ def _find_matrices(
     embeddings = [
         m for m in outside
         if isinstance(m, nn.Embedding) and m.max_norm is None and not m.sparse and not m.scale_grad_by_freq
-        and m.weight.dtype.is_floating_point
+        and m.weight.dtype.is_floating_point and _only_looks_up(m)
     ]  # fmt: skip
     tied = {id(m.weight) for m in embeddings}
     heads = [
@@ -171,6 +172,34 @@ def _find_matrices(
         events.add("hooks", "embeddings or heads whose gradients have hooks stay on the device", weights=len(hooked))
     pure = {key for key, users in owners.items() if users <= allowed} - hooked
     return [m for m in embeddings if id(m.weight) in pure], [m for m in heads if id(m.weight) in pure]
+
+
+class _Watch(TorchFunctionMode):
+    """Answers look-ups with zeros and keeps what was looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not nn.functional.embedding:
+            return func(*args, **(kwargs or {}))
+        ids, weight = args[:2]
+        self.seen.append(ids)
+        return torch.zeros(*ids.shape, weight.shape[1], dtype=weight.dtype)
+
+
+def _only_looks_up(module: nn.Embedding) -> bool:
+    """Whether the rows it uses are those of the ids it is given: not so where positions are computed from a mask."""
+    if type(module).forward is nn.Embedding.forward and "forward" not in module.__dict__:
+        return True
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    try:
+        with torch.no_grad(), _Watch() as watch:
+            module.forward(ids)
+    except Exception:  # whatever it wants instead of ids
+        return False
+    return len(watch.seen) == 1 and watch.seen[0] is ids
 
 
 def _has_hooks(p: Any) -> bool:
