@@ -117,7 +117,7 @@ def test_a_run_that_ends_without_closing_is_quiet(tmp_path: Path, end: str) -> N
         "after a forward": "\nloss = model(torch.ones(2, 64)).sum()",
         "inside a forward": "\nmodel[2].register_forward_pre_hook(lambda *_: exit())\nmodel(torch.ones(2, 64))",
     }
-    many = f"for _ in range(20): {STEP}"
+    many = f"for _ in range({1 if end == 'after a step' else 20}): {STEP}"
     code, text = run(WRAPPED + "\n" + many + last[end], tmp_path)
     assert (code, text) == (0, "")
     assert not list((tmp_path / "disk").iterdir())
