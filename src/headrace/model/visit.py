@@ -141,7 +141,7 @@ class BlockVisit:
         products = []
         for bound in bounds:
             inputs = tensors if bound is None or call.plan is None else rows.take(tensors, call.plan.inputs, *bound)
-            products.append(self._run_slice(call, bound, inputs))
+            products.append(self._run_slice(call, bound, inputs, [tensor.requires_grad for tensor in tensors]))
         call.product = products[0]
         if len(products) == 1:
             results = products[0].tensors
@@ -157,14 +157,16 @@ class BlockVisit:
         call.product.tensors, call.results = [], len(results)
         return results
 
-    def _run_slice(self, call: Call, bound: tuple[int, int] | None, inputs: list[Tensor]) -> Packed:
+    def _run_slice(
+        self, call: Call, bound: tuple[int, int] | None, inputs: list[Tensor], needs: Sequence[bool]
+    ) -> Packed:
         buffers = self.block.buffers
         slice_ = Slice(bound, RandomState.now(self.stream.device), buffers.values())
         marks = buffers.marks()
         if self.stream.recompute:
             product = self._guarded(call, inputs)
         else:
-            leaves = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
+            leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
             with torch.enable_grad(), weights_as_handles(self.block.parameters):
                 product = self._guarded(call, leaves)
             slice_.kept = (leaves, list(product.tensors))
