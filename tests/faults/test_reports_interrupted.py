@@ -340,3 +340,41 @@ def test_a_disk_that_fills_up_while_wrapping_loses_nothing(
     step(reference, plain, 0), step(reference, plain, 1)
     step(model, optimizer, 1)
     assert_close(weights(model), weights(reference))
+
+
+def test_a_backward_after_a_failed_one_without_a_forward_between() -> None:
+    """A tensor hook of the user raises in one backward; the graph of an earlier forward still gives every gradient."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList([torch.nn.Linear(8, 8) for _ in range(4)])
+            self.norm, self.bad = torch.nn.LayerNorm(8), False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for number, layer in enumerate(self.layers):
+                x = x + torch.tanh(layer(x))
+                if number == 1 and self.bad:
+                    x.register_hook(lambda grad: 1 / 0)
+            return self.norm(x)
+
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(3, 8)
+    plain = copy.deepcopy(model)
+    given = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = headrace.wrap(model, given, device="cpu", placement={"weights": "host", "state": "host"})
+    with headrace.session(model) as session:
+        ready = model(x).pow(2).sum()
+        model.bad = True
+        failing = model(x).sum()
+        model.bad = False
+        with pytest.raises(ZeroDivisionError):
+            failing.backward()
+        optimizer.zero_grad()
+        ready.backward()
+        optimizer.step()
+        other = torch.optim.SGD(plain.parameters(), lr=0.1)
+        plain(x).pow(2).sum().backward()
+        other.step()
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(session.read_weight(name), parameter.detach(), rtol=1e-5, atol=1e-6)

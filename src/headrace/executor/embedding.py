@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from headrace.base.errors import DataError
-from headrace.executor.stream import Pass, Stream
+from headrace.executor.passes import Pass
+from headrace.executor.stream import Stream
 from headrace.model.parked import lease, repark
 from headrace.model.surroundings import Autocast
 from headrace.schedule.build import ROWS

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from headrace.executor.stream import Pass, Stream
+from headrace.executor.passes import Pass
+from headrace.executor.stream import Stream
 from headrace.loss.tiled import HeadSpec, LossRows, backward_tile, finish, forward_tile, open_rows
 from headrace.spec.model import TILE
 from headrace.store.regions import typed

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from headrace.base.units import format_bytes
 from headrace.executor.actions import Actions
 from headrace.executor.executor import Executor, Walk
 from headrace.executor.inputs import InputStore, SavedInput
+from headrace.executor.passes import Pass, Saved, ShiftedInputs
 from headrace.executor.sink import Sink
 from headrace.model.parked import lease, repark
 from headrace.model.visit import BlockVisit
@@ -35,22 +35,6 @@ from headrace.store.regions import Regions, typed
 
 SMALLEST_STASH = 1 << 16
 """Bytes below which a saved input is not worth a copy."""
-
-
-@dataclass(eq=False)
-class Pass:
-    """One forward through the model, and what its backward needs."""
-
-    training: bool
-    visits: list[Visit] = field(default_factory=list)
-    inputs: dict[int, SavedInput] = field(default_factory=dict)
-    seen: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
-    """Argument tensors of earlier visits: what several blocks share is kept on the device once."""
-    departed: bool = False
-    micro_batches: int = 1
-    """Calls that meet at each of its visits."""
-    updates: int = 0
-    """`Stream.updates` when it began: its backward needs the same weights."""
 
 
 class Stream:
@@ -81,6 +65,8 @@ class Stream:
         self._pass: Pass | None = None
         self._walk: Walk | None = None
         self._backward: Pass | None = None
+        self._task = -1
+        """Autograd's number of the backward under way."""
         self._early_notes: dict[str, Any] | None = None
         self._updated: set[int] = set()
         """Units whose update runs inside the backward of this step."""
@@ -223,7 +209,7 @@ class Stream:
     def _start(self, program: Program, visits: list[Visit], offset: int) -> Walk:
         assert self._pass is not None
         self._route, self._offset = visits, offset
-        self._walk = self.executor.start(program, {"inputs": _Shifted(self._pass.inputs, offset)})
+        self._walk = self.executor.start(program, {"inputs": ShiftedInputs(self._pass.inputs, offset)})
         return self._walk
 
     def _expected(self) -> Visit | None:
@@ -270,8 +256,12 @@ class Stream:
         if pass_.updates != self.updates:
             text = "backward() came after step() had changed the weights of its forward"
             raise StepError(text, "", "Call backward() before step(), or compute the loss again")
-        if self._backward is None:
+        task = torch._C._current_graph_task_id()
+        if self._backward is None or self._task != task:
+            if self._backward is not None:  # an earlier backward ended in an error
+                self.abandon()
             self._end_forward()
+            self._task = task
             if self._early_notes is not None:
                 raise StepError(
                     "a second backward came although updates of this step have begun",
@@ -381,22 +371,3 @@ class Stream:
             self._abandon_walk()
         self._backward = None
         self._pass = None
-
-
-@dataclass(eq=False)
-class Saved:
-    """What a visit remembers of its pass."""
-
-    pass_: Pass
-    record: SavedInput | None = None
-
-
-class _Shifted(dict[int, SavedInput]):
-    """A pass's inputs for a program that began in the middle of it: its visit 0 is the pass's visit `offset`."""
-
-    def __init__(self, inputs: dict[int, SavedInput], offset: int) -> None:
-        super().__init__()
-        self._inputs, self._offset = inputs, offset
-
-    def get(self, visit: int, default: Any = None) -> Any:
-        return self._inputs.get(visit + self._offset, default)

@@ -16,7 +16,8 @@ from headrace.base.events import EventLog
 from headrace.base.units import parse_bytes
 from headrace.executor.actions import Actions
 from headrace.executor.executor import Executor
-from headrace.executor.stream import Pass, Stream
+from headrace.executor.passes import Pass
+from headrace.executor.stream import Stream
 from headrace.executor.taken import Taken
 from headrace.executor.trial import Trial
 from headrace.model.held import HeldGradient
