@@ -10,7 +10,7 @@ import torch
 
 import headrace
 from headrace.executor import stream
-from parity.cases import PLACEMENTS, Case, plain
+from parity.cases import PLACEMENTS, Case, pairwise, plain
 from parity.families import FAMILIES, build, logits_loss, token_batch
 from parity.reference import OPTIMIZERS, Step, Trace, adamw, check, check_equal, error, train_streamed
 
@@ -39,14 +39,16 @@ def early(name: str, steps: tuple[Step, ...], count: int, options: dict[str, Any
         return train_streamed(model, optimizer, FAMILIES[name], steps, look="never"), len(ran)
 
 
-@pytest.mark.parametrize("recompute", [True, False], ids=("recompute", "keep"))
-@pytest.mark.parametrize("steps", [ONE, THREE, WINDOW], ids=("one", "three", "window"))
-@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "sequential"])
-def test_early_updates(
-    name: str, placement: tuple[str, str], steps: tuple[Step, ...], recompute: bool, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+AXES: dict[str, Any] = {
+    "placement": PLACEMENTS, "name": ("llama", "llama-tied", "sequential"), "steps": ("one", "three", "window"),
+    "recompute": (True, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("choice", pairwise(AXES), ids=lambda choice: "-".join(map(str, choice.values())))
+def test_early_updates(choice: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    placement, name, recompute = choice["placement"], choice["name"], choice["recompute"]
+    steps = {"one": ONE, "three": THREE, "window": WINDOW}[choice["steps"]]
     monkeypatch.setattr(stream, "SMALLEST_STASH", 1)
     count = len(steps[0].shapes)
     found = []
