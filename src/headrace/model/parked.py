@@ -52,6 +52,7 @@ def writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
     return in_place or name == "__setitem__" or (name.startswith("__i") and name[3:-2] in _AUGMENTED) or "out" in kwargs
 
 
+_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 _AUGMENTED = {"add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"}
 
 
@@ -139,6 +140,12 @@ class Parked(nn.Parameter):
                 return first._headrace_home.device.type == "cuda"
             if func == _DATA_GET or func is Tensor.detach:
                 return _value(first)
+            if name in _HOOKS and getattr(first, "_headrace_tiled", False):
+                raise StepError(
+                    f"{name} on {getattr(first, '_headrace_name', 'a weight')} would never see its gradient",
+                    "the gradient of a streamed embedding or head exists only tile by tile",
+                    "Register the hook before headrace.wrap: the weight then stays whole",
+                )
             getter = name in ("__get__", "__set__") and func not in _VALUE_GETTERS
             if getter or func in _LEAF_METHODS:
                 with torch._C.DisableTorchFunctionSubclass():

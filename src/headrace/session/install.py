@@ -41,6 +41,8 @@ def install(model: nn.Module, anatomy: Anatomy, stream: Stream, undo: list[Calla
     trained = [p for unit in stream.spec.units for p in anatomy.of_unit(unit.index) if p.requires_grad]
     trained += [p for p in anatomy.matrix_weights.values() if p.requires_grad]
     undo += [handle.remove for handle in stream.sink.watch(trained)]
+    for parameter in anatomy.matrix_weights.values():
+        parameter._headrace_tiled = True  # type: ignore[attr-defined]
     _guard(model, stream, undo)
     return taken
 
@@ -68,7 +70,7 @@ def _take_loss(model: nn.Module, heads: list[TakenHeadCall], stream: Stream, und
     if original is None:
         return
     if head is None or not is_causal_lm_loss(original):
-        reason = "its head is not a plain linear layer" if head is None else "its loss is not the causal one"
+        reason = "its head does not stream in tiles" if head is None else "its loss is not the causal one"
         stream.events.add("loss", f"the model's own loss runs on full logits: {reason}")
         return
     head.lazy = True
