@@ -67,7 +67,11 @@ class Actions:
         unit = self.regions.spec.units[op.unit]
         for region, view in zip(("weights", "state"), self.regions.staged(unit, op.place), strict=True):
             if view is not None and view.numel():
-                self.regions.write(op.unit, region, view)
+                try:
+                    self.regions.write(op.unit, region, view)
+                except BaseException as error:
+                    self.broken = f"writing the updated {region} of {unit.name} to disk failed: {error}"
+                    raise
 
     def _load(self, op: Op, notes: Notes) -> None:
         if op.region == "input":

@@ -161,16 +161,23 @@ class Session:
             return
         self._hide_gradients()
         held, ledger = self._stream.held, self._actions.ledger
-        self._executor.wait(*(f"grads:u{unit}" for unit in held))
-        for unit in list(ledger.arrived & held):
-            ledger.consume(unit, updated=False)
-        self._stream.sink.drop_rest()
-        held.clear()
-        self._micro_batches = 0
+        try:
+            self._executor.wait(*(f"grads:u{unit}" for unit in held))
+        except BaseException:  # gradients failed to arrive: they are dropped anyway, and the error is told once
+            self._stream.abandon()
+            self._executor.recover()
+            raise
+        finally:
+            for unit in list(ledger.arrived & held):
+                ledger.consume(unit, updated=False)
+            self._stream.sink.drop_rest()
+            held.clear()
+            self._micro_batches = 0
 
     @property
     def last_grad_norm(self) -> float | None:
-        """L2 norm of all gradients of the last step before clipping (waits for it); None before the first step."""
+        """L2 norm of all gradients of the last step before clipping (waits for it); None before the first step, and
+        after a restore until the next."""
         if self.steps == 0:
             return None
         if self._early_notes is not None:
@@ -178,7 +185,7 @@ class Session:
             return math.sqrt(math.fsum(self._early_notes["squares"]))
         self._executor.wait("norm")
         verdict = self._actions.verdicts.get(self.steps)
-        return verdict.norm if verdict is not None else math.nan
+        return verdict.norm if verdict is not None else None
 
     def wait(self) -> None:
         """Until every update is done. Raises what any of them met."""
