@@ -142,19 +142,20 @@ class TakenHeadCall(Taken):
             return self._logits(hidden)
         kind = self.stream.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        updates = self.stream.updates
+        updates, autocast = self.stream.updates, Autocast.now(self.stream.device)
 
         def compute() -> Tensor:
             if self.stream.updates != updates:
                 text = "logits were asked for after the weights had been updated: they are those of the new weights"
                 self.stream.tell_once("late logits", "logits", text)
-            return self._logits(hidden)
+            with autocast():
+                return self._logits(hidden)
 
         return LazyLogits(hidden, compute, self.taken.module.out_features, dtype)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         result: Tensor = meet(
-            ("logits", id(self.taken)), hidden, lambda items: head.logits(self.stream, self.taken, items)
+            ("logits", id(self.taken), hidden.dtype), hidden, lambda items: head.logits(self.stream, self.taken, items)
         )
         return result
 
@@ -162,7 +163,7 @@ class TakenHeadCall(Taken):
         """The causal loss of logits that are never built: labels (N,) flat and shifted."""
         hidden = lazy.hidden.reshape(-1, lazy.hidden.shape[-1])
         item = (hidden, labels, spec, lazy.head_dtype)
-        losses, count = meet(("loss", id(self.taken)), item, self._losses)
+        losses, count = meet(("loss", id(self.taken), lazy.head_dtype), item, self._losses)
         return reduce_losses(losses, count, "mean", num_items)
 
     def _losses(self, items: list[tuple[Tensor, Tensor, HeadSpec, torch.dtype]]) -> list[tuple[Tensor, int]]:

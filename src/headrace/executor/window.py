@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,12 +74,12 @@ class Window:
         self._fn, self._batches = fn, batches
         count = len(batches)
         self._turns = [threading.Semaphore(0) for _ in range(count)]
-        self._waiting: dict[int, tuple[Any, Any, Joint]] = {}
+        self._waiting: dict[int, tuple[tuple[Any, _ThreadState], Any, Joint]] = {}
         self._results: dict[int, Any] = {}
         self._running = set(range(count))
         self._losses: dict[int, Tensor] = {}
         self._error: BaseException | None = None
-        self._state = _ThreadState()
+        self._state = _ThreadState.now()
 
     def run(self) -> list[Tensor]:
         """All micro-batches; the losses in their order."""
@@ -118,7 +119,7 @@ class Window:
             self._pass_on(number)
 
     def meet(self, number: int, key: Any, item: Any, joint: Joint) -> Any:
-        self._waiting[number] = (key, item, joint)
+        self._waiting[number] = ((key, _ThreadState.now()), item, joint)
         self._pass_on(number)
         self._turns[number].acquire()
         if self._error is not None:
@@ -142,33 +143,49 @@ class Window:
             self._turns[(later or ready)[0]].release()
 
     def _run_joint(self) -> None:
-        """Visits for all that wait: one for those that stand at the same place, others in their order."""
-        groups: dict[Any, list[int]] = {}
+        """Visits for all that wait: one for those at the same place and in the same modes, others in their order."""
+        groups: dict[tuple[Any, _ThreadState], list[int]] = {}
         for number, (key, _, _) in sorted(self._waiting.items()):
             groups.setdefault(key, []).append(number)
-        for numbers in groups.values():
+        for (_, state), numbers in groups.items():
             joint = self._waiting[numbers[0]][2]
-            with self._state.entered():
+            with state.entered():
                 results = joint([self._waiting[n][1] for n in numbers])
             self._results.update(zip(numbers, results, strict=True))
         self._waiting.clear()
 
 
+@dataclass(frozen=True)
 class _ThreadState:
-    """torch keeps grad mode, autocast, default device and CUDA stream per thread; new threads get the caller's."""
+    """torch keeps grad mode, autocast and the CUDA stream per thread. New threads get the caller's, and a joint visit
+    runs under that of its calls."""
 
-    def __init__(self) -> None:
-        self._grad = torch.is_grad_enabled()
-        kinds = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-        self._autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
-        self._cached = torch.is_autocast_cache_enabled()
-        self._stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    cached: bool
+    stream: torch.cuda.Stream | None
+
+    @classmethod
+    def now(cls) -> _ThreadState:
+        cuda = torch.cuda.is_available()
+        return cls(
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            tuple(
+                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                for kind in (("cpu", "cuda") if cuda else ("cpu",))
+            ),
+            torch.is_autocast_cache_enabled(),
+            torch.cuda.current_stream() if cuda else None,
+        )
 
     def entered(self) -> contextlib.ExitStack:
         stack = contextlib.ExitStack()
-        stack.enter_context(torch.set_grad_enabled(self._grad))
-        if self._stream is not None:
-            stack.enter_context(torch.cuda.stream(self._stream))
-        for kind, enabled, dtype in self._autocast:
-            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._cached))
+        stack.enter_context(torch.inference_mode(self.inference))
+        stack.enter_context(torch.set_grad_enabled(self.grad))
+        if self.stream is not None:
+            stack.enter_context(torch.cuda.stream(self.stream))
+        for kind, enabled, dtype in self.autocast:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.cached))
         return stack
