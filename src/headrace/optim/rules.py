@@ -91,7 +91,8 @@ class Rule:
         low = parts.get("low")
         if self.kind == "sgd":
             ops.sgd_(
-                weight, low, parts.get("momentum_buffer"), grad, lr=float(group["lr"]), momentum=group["momentum"],
+                weight, low, parts.get("momentum_buffer") if group["momentum"] else None, grad,
+                lr=float(group["lr"]), momentum=group["momentum"],
                 dampening=group["dampening"], weight_decay=group["weight_decay"], nesterov=group["nesterov"],
                 first=step == 1, grad_scale=scale, maximize=group["maximize"],
             )  # fmt: skip
@@ -100,7 +101,7 @@ class Rule:
         ops.adamw_(
             weight, low, parts["exp_avg"], parts["exp_avg_sq"], grad, lr=float(group["lr"]), beta1=float(beta1),
             beta2=float(beta2), eps=group["eps"], weight_decay=group["weight_decay"], step=step, grad_scale=scale,
-            decoupled=self.kind == "adamw", maximize=group["maximize"],
+            decoupled=bool(group.get("decoupled_weight_decay", self.kind == "adamw")), maximize=group["maximize"],
         )  # fmt: skip
 
 
@@ -122,6 +123,4 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
                     "the state lives in host memory or on disk, and Headrace's own kernels update it",
                     f"Build the optimizer without {flag}",
                 )
-        if kind == "adam" and group.get("decoupled_weight_decay"):
-            kind = "adamw"
     return Rule(kind, momentum=any(group.get("momentum", 0) for group in optimizer.param_groups))
