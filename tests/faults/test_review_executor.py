@@ -6,11 +6,12 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import headrace
-from against_plain import assert_close, batch, gradients, streamed, toy, toy_loss
+from against_plain import Toy, assert_close, batch, gradients, sgd, streamed, toy, toy_loss, weights
 
 
 def window_gradients(model: nn.Module, fn: Callable[[Any, Tensor], Tensor], **options: Any) -> None:
@@ -72,3 +73,40 @@ def test_inference_mode_inside_a_window() -> None:
         return (model(ids) - torch.tensor(reference.tolist())).square().mean() + toy_loss(model, ids)
 
     window_gradients(toy(), fn)
+
+
+# -- sums of gradients ---------------------------------------------------------------------------------------------
+
+
+class Looped(Toy):
+    """Every block and the embedding are used twice in one forward."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.embed(ids.flip(0)).tanh()
+        for block in [*self.blocks, *self.blocks]:
+            x = block(x)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("accumulation", [None, 1])
+def test_bf16_blocks_called_twice_sum_in_fp32(overlap: bool, accumulation: int | None) -> None:
+    """A block that one forward calls twice adds two gradients; 16-bit ones are widened, however they travel."""
+    torch.manual_seed(0)
+    model = Looped().bfloat16()
+    exact = copy.deepcopy(model).float()
+    driver = sgd(exact, 0.5)
+    with streamed(
+        model, overlap=overlap, accumulation=accumulation, on_nonfinite="stop" if accumulation else "skip"
+    ) as (ours, optimizer):
+        for _ in range(2):
+            toy_loss(exact, batch()).backward()
+            toy_loss(ours, batch()).backward()
+            if accumulation is None:
+                assert_close(gradients(ours), gradients(exact), 0.03)
+            driver.step()
+            optimizer.step()
+            driver.zero_grad()
+            optimizer.zero_grad()
+        assert_close({k: v.float() for k, v in weights(ours).items()}, weights(exact), 0.01)
+        assert any("fp32" in str(event) for event in headrace.session(ours).events)

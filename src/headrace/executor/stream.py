@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -277,8 +278,8 @@ class Stream:
         if self._walk is not None:
             self._abandon_walk()
         self._backward = pass_
-        self._widen(pass_.visits[: number + 1])
         self._hold(pass_.visits[: number + 1])
+        self._widen(pass_.visits[: number + 1])
         early = self.early_units() if self._early_notes is not None else ()
         program = build.backward(
             self.spec, self.placement, pass_.visits[: number + 1], self.slots, frozenset(self.held), early
@@ -289,15 +290,17 @@ class Stream:
         return self._walk
 
     def _widen(self, visits: Sequence[Visit]) -> None:
-        """Gradients are about to be added to 16-bit ones: from now on the sums are kept in fp32."""
-        again = self.held.intersection(*[{u for v in visits if v.grad for u in build.contributes(self.spec, v)}])
-        narrow = [u for u in again if build.sums_narrow(self.spec.units[u])]
+        """Gradients are about to be added to 16-bit ones: from now on these units' sums are kept in fp32."""
+        counts = Counter(unit for visit in visits if visit.grad for unit in build.contributes(self.spec, visit))
+        again = [unit for unit, count in counts.items() if count > 1 or unit in self.held]
+        narrow = [unit for unit in again if build.sums_narrow(self.spec.units[unit])]
         if not narrow:
             return
-        self.executor.wait(*(f"grads:u{unit}" for unit in self.held))
-        size = self.regions.widen(unit.index for unit in self.spec.units if build.sums_narrow(unit))
-        self.events.add("widen", "a second backward() before step(): gradients are summed in fp32 from now on; "
-                        "headrace.accumulate needs none of it", bytes=format_bytes(size))  # fmt: skip
+        # Updates under way still read the gradients where they are now.
+        self.executor.wait(*(f"{token}:u{unit}" for unit in narrow for token in ("grads", "updated")))
+        size = self.regions.widen(narrow)
+        self.events.add("widen", "several gradients of a block add up before step(): they are summed in fp32 from now "
+                        "on; headrace.accumulate needs none of it", bytes=format_bytes(size))  # fmt: skip
 
     def _hold(self, visits: Sequence[Visit]) -> None:
         """Gradients that no update of this pass uses at once need a place each."""
