@@ -103,13 +103,8 @@ def _hand_over(
 
 
 def fill_state(optimizer: torch.optim.Optimizer, anatomy: Anatomy, values: Values) -> None:
-    """Move the state that the optimizer has gathered already into the stores; when it fails, the weights move back."""
+    """Copy the state that the optimizer has gathered already into the stores."""
     names = {id(p): name for name, p in anatomy.parameters.items()}
-    try:
-        for parameter, state in optimizer.state.items():
-            if state and id(parameter) in names:
-                values.write_state(names[id(parameter)], state)
-    except BaseException:
-        give_back(anatomy, values)
-        raise
-    optimizer.state.clear()
+    for parameter, state in optimizer.state.items():
+        if state and id(parameter) in names:
+            values.write_state(names[id(parameter)], state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,9 +27,8 @@ def install(model: nn.Module, anatomy: Anatomy, stream: Stream, undo: list[Calla
         buffer.data = buffer.data.to(stream.device)
     for unit, module in anatomy.blocks.items():
         _plain_calls(module, stream)
-        names = {id(p) for p in anatomy.shared[unit]}
         block = Block(unit, stream.spec.units[unit].name, module, module.forward, anatomy.of_unit(unit),
-                      [p for p in anatomy.shared[unit] if id(p) in names])  # fmt: skip
+                      list(anatomy.shared[unit]))  # fmt: skip
         taken.append(TakenBlock(stream, block))
     for matrix, embedding in anatomy.embeddings:
         taken.append(TakenEmbeddingCall(stream, TakenEmbedding(matrix, embedding, embedding.forward)))
@@ -43,6 +43,7 @@ def install(model: nn.Module, anatomy: Anatomy, stream: Stream, undo: list[Calla
     undo += [handle.remove for handle in stream.sink.watch(trained)]
     for parameter in anatomy.matrix_weights.values():
         parameter._headrace_tiled = True  # type: ignore[attr-defined]
+        undo.append(functools.partial(parameter.__dict__.pop, "_headrace_tiled", None))
     _guard(model, stream, undo)
     return taken
 

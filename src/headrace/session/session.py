@@ -55,6 +55,8 @@ class Session:
         self._names = {id(p): name for name, p in anatomy.parameters.items()}
         rest = anatomy.rest
         self._rest = None if rest is None else Rest(model, anatomy.spec.units[rest], anatomy.of_unit(rest), stream)
+        if self._rest is not None:
+            undo.extend(handle.remove for handle in self._rest.handles)
         self._early_notes: dict[str, Any] | None = None
         self._micro_batches = 0
         self._shown: list[nn.Parameter] = []
@@ -147,7 +149,10 @@ class Session:
 
     def _groups(self) -> list[dict[str, Any]]:
         """Hyper-parameters as they are now: a scheduler may change them while updates are still queued."""
-        return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        return [
+            {key: _number(value) for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
 
     def _early(self, pass_: Pass) -> dict[str, Any] | None:
         self._micro_batches += pass_.micro_batches
@@ -336,8 +341,6 @@ class Session:
         if self._rest is not None:
             with contextlib.suppress(BaseException):
                 self._rest.settle()
-            for handle in self._rest.handles:
-                handle.remove()
         self.closed = True
         self._executor.close()
         for undo in reversed(self._undo):
@@ -350,6 +353,13 @@ class Session:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _number(value: Any) -> Any:
+    """Tensors as Python numbers, which nobody fills in place later; also inside betas."""
+    if isinstance(value, tuple | list):
+        return type(value)(_number(part) for part in value)
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _reader(read: Callable[[str], Tensor], name: str, dtype: torch.dtype) -> Callable[[], Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -64,9 +65,13 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **giv
     anatomy = _anatomy(model, optimizer, rule, options, events)
     placement = _place(anatomy, options, device, events)
     anatomy.spec = _widened(anatomy.spec, placement)
-    session = _open(model, optimizer, rule, anatomy, placement, device, options, events)
-    object.__setattr__(model, "_headrace_session", session)
-    front.take_over(optimizer, session)
+    with contextlib.ExitStack() as failed:
+        session = _open(model, optimizer, rule, anatomy, placement, device, options, events, failed)
+        object.__setattr__(model, "_headrace_session", session)
+        failed.callback(delattr, model, "_headrace_session")
+        front.take_over(optimizer, session)
+        optimizer.state.clear()  # the stores have it
+        failed.pop_all()
     return model, optimizer
 
 
@@ -192,9 +197,11 @@ def _widened(spec: ModelSpec, placement: Placement) -> ModelSpec:
 
 def _open(
     model: nn.Module, optimizer: torch.optim.Optimizer, rule: Rule, anatomy: Anatomy, placement: Placement,
-    device: torch.device, options: Options, events: EventLog,
+    device: torch.device, options: Options, events: EventLog, failed: contextlib.ExitStack,
 ) -> Session:  # fmt: skip
+    """Everything that is open for a model; `failed` takes what must be undone, last first, when wrap fails."""
     regions = Regions(anatomy.spec, placement, device, Path(options.disk_dir) if options.disk_dir else None, events)
+    failed.callback(regions.close)
     ops.set_threads(options.threads or max(1, ops.available_threads() - (2 if device.type == "cuda" else 0)))
     _tell_kernels(device, events)
     ledger = Ledger(anatomy.spec, pinned=device.type == "cuda")
@@ -203,19 +210,17 @@ def _open(
     )
     actions = Actions(regions, ledger, rule, inputs, events, options.max_grad_norm, options.on_nonfinite, options.debug)
     executor = Executor(device, actions, options.overlap)
+    failed.callback(executor.close)
     sink = Sink(regions, ledger, lambda unit: executor.wait(f"grads:u{unit}", on_stream=True))
     stream = Stream(
         regions, executor, actions, inputs, sink, _predicted(anatomy), options.rows, options.recompute, events
     )
     values = Values(anatomy, regions, ledger, executor)
     undo: list[Callable[[], None]] = []
-    try:
-        fill(model, anatomy, regions, values, undo, lambda: stream.forget_slots())
-        fill_state(optimizer, anatomy, values)
-    except BaseException:
-        executor.close()
-        regions.close()
-        raise
+    fill(model, anatomy, regions, values, undo, stream.forget_slots)
+    failed.callback(lambda: [action() for action in reversed(undo)])
+    failed.callback(_release, model, anatomy, values)
+    fill_state(optimizer, anatomy, values)
     taken = install(model, anatomy, stream, undo)
     return Session(model, optimizer, options, anatomy, stream, values, taken, undo, events)
 
@@ -234,16 +239,21 @@ def _predicted(anatomy: Anatomy) -> list[Visit]:
     return visits
 
 
+def _release(model: nn.Module, anatomy: Anatomy, values: Values) -> None:
+    """Parameters and buffers in ordinary memory, on the CPU."""
+    give_back(anatomy, values)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.cpu()
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """End the model's session: real weights in ordinary memory (on the CPU), the optimizer with its state."""
     current = session(model)
     current.wait()
     optimizer = current.optimizer
     state = optimizer.state_dict()
-    give_back(current.anatomy, current._values)
+    _release(model, current.anatomy, current._values)
     current.close()
-    for buffer in model.buffers():
-        buffer.data = buffer.data.cpu()
     front.give_back(optimizer)
     for entry in state["state"].values():
         entry.pop("master", None)
