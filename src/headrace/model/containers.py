@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections import UserDict
+from collections import UserDict, deque
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+from headrace.base.errors import ModelError
 
 Path = tuple[Any, ...]
 
 
 def _is_namedtuple(item: Any) -> bool:
     return isinstance(item, tuple) and hasattr(item, "_fields")
+
+
+def _is_record(item: Any) -> bool:
+    """A dataclass instance that is no mapping (ModelOutput is one)."""
+    return dataclasses.is_dataclass(item) and not isinstance(item, (type, Mapping, Tensor, nn.Module, tuple, list))
+
+
+def _attributes(record: Any) -> dict[str, Any]:
+    """A dataclass instance's fields, and what was set on it besides."""
+    names = [field.name for field in dataclasses.fields(record) if hasattr(record, field.name)]
+    return {**{name: getattr(record, name) for name in names}, **getattr(record, "__dict__", {})}
 
 
 def transform(item: Any, leaf: Callable[[Any], Any]) -> Any:
@@ -26,10 +41,12 @@ def transform(item: Any, leaf: Callable[[Any], Any]) -> Any:
         return type(item)(*(transform(part, leaf) for part in item))
     if type(item) in (tuple, list):
         return type(item)(transform(part, leaf) for part in item)
+    if hasattr(type(item), "n_sequence_fields"):  # what torch.max and its like return
+        return type(item)([transform(part, leaf) for part in item])
     if isinstance(item, UserDict):
-        copy = item.copy()
-        copy.data = {key: transform(value, leaf) for key, value in item.data.items()}
-        return copy
+        mapping = item.copy()
+        mapping.data = {key: transform(value, leaf) for key, value in item.data.items()}
+        return mapping
     if isinstance(item, MutableMapping) or type(item) is dict:
         fields = {key: transform(value, leaf) for key, value in item.items()}
         if type(item) is dict:
@@ -39,6 +56,11 @@ def transform(item: Any, leaf: Callable[[Any], Any]) -> Any:
             return build(**fields) if dataclasses.is_dataclass(item) else build(fields)
         except TypeError:
             return fields
+    if _is_record(item):
+        record = copy.copy(item)
+        for name, value in _attributes(item).items():
+            object.__setattr__(record, name, transform(value, leaf))  # frozen ones too
+        return record
     return leaf(item)
 
 
@@ -59,6 +81,7 @@ class Packed:
 
     def _take(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
+            _refuse_hidden(leaf)
             return leaf
         index = self._seen.get(id(leaf))
         if index is None:
@@ -71,23 +94,40 @@ class Packed:
         return transform(self._shape, lambda leaf: tensors[leaf.index] if isinstance(leaf, _Place) else leaf)
 
 
-@dataclasses.dataclass(frozen=True)
 class _Place:
-    index: int
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def _refuse_hidden(leaf: Any) -> None:
+    """Raise for a leaf with tensors that need a gradient: the graph would end there. A block's first forward keeps no
+    graph, so that any floating tensor in its result counts."""
+    if isinstance(leaf, (nn.Module, type)):
+        return
+    inside = leaf if isinstance(leaf, (list, tuple, set, frozenset, deque)) else getattr(leaf, "__dict__", {}).values()
+    hidden = [part for part in inside if isinstance(part, Tensor)]
+    if any(part.requires_grad or (part.is_floating_point() and not torch.is_grad_enabled()) for part in hidden):
+        raise ModelError(
+            f"a block takes or returns tensors inside a {type(leaf).__name__}",
+            f"{len(hidden)} tensors in a class that Headrace cannot take apart, whose gradients would be lost",
+            "Pass tensors, tuples, lists, dicts or dataclasses between blocks",
+        )
 
 
 def containers(item: Any, path: Path = ()) -> dict[Path, Any]:
-    """Mutable mappings and lists inside `item`, by the path of keys that leads to them."""
+    """Mutable mappings, lists and dataclass instances inside `item`, by the path of keys that leads to them."""
     found: dict[Path, Any] = {}
-    if isinstance(item, (list, MutableMapping)):
+    if isinstance(item, (list, MutableMapping)) or _is_record(item):
         found[path] = item
-    parts = item.items() if isinstance(item, Mapping) else enumerate(item) if isinstance(item, (tuple, list)) else ()
-    for key, part in parts:
-        found.update(containers(part, (*path, key)))
+    if isinstance(item, (list, tuple, Mapping)) or _is_record(item):
+        for key, part in _entries(item).items():
+            found.update(containers(part, (*path, key)))
     return found
 
 
 def _entries(container: Any) -> dict[Any, Any]:
+    if _is_record(container):
+        return _attributes(container)
     return dict(container.items()) if isinstance(container, Mapping) else dict(enumerate(container))
 
 
@@ -112,5 +152,7 @@ def write_back(found: dict[Path, Any], changes: dict[tuple[Path, Any], Any]) -> 
         container = found[path]
         if isinstance(container, list) and key >= len(container):
             container.append(value)
+        elif _is_record(container):
+            object.__setattr__(container, key, value)
         else:
             container[key] = value
