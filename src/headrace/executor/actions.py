@@ -177,7 +177,7 @@ class Actions:
             state = self.regions.home(op.unit, "state") if state is None else state
             grads = self.regions.places[ring] if ring else self.regions.home(op.unit, "grads")
             assert weights is not None and grads is not None
-            if unit.kind == REST and state is not None and "rest" in self.regions.places:
+            if unit.kind == REST and "rest" in self.regions.places:
                 self._adopt(unit, weights, state)
             groups: list[Hyper] = notes["groups"]
             try:
@@ -192,14 +192,14 @@ class Actions:
             notes.setdefault("squares", []).append(self.ledger.squares[op.unit].item())
         self.ledger.consume(op.unit, updated=scale is not None)
 
-    def _adopt(self, unit: Unit, weights: Tensor, state: Tensor) -> None:
+    def _adopt(self, unit: Unit, weights: Tensor, state: Tensor | None) -> None:
         """The user may have written into resident weights: what differs from the home becomes the master."""
         offset_low = unit.parts["low"][0] if "low" in unit.parts else 0
         seen = typed(self.regions.places["rest"], unit.trained)
         for index, (view, home) in enumerate(zip(seen, typed(weights, unit.trained), strict=True)):
             if not torch.equal(view, home):
                 home.copy_(view)
-                if "low" in unit.parts:
+                if "low" in unit.parts and state is not None:
                     typed(state[offset_low:], unit.parts["low"][1])[index].zero_()
 
     def _check_early(self, unit: int, step: int) -> None:

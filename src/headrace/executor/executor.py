@@ -19,6 +19,7 @@ import torch
 
 from headrace.base.errors import StepError
 from headrace.executor.completion import Cancelled, Completion
+from headrace.executor.interrupts import uninterrupted
 from headrace.executor.lanes import COPY_LANES, HOST_LANES, Job, ThreadLane, run_job
 from headrace.schedule.op import Op, Program
 
@@ -45,6 +46,10 @@ class Executor:
         """Begin a program. Overlapped: its copies start at once."""
         if self.closed:
             raise StepError("the session of this model is closed", "", "Call headrace.wrap(model) again")
+        with uninterrupted():
+            return self._start(program, notes)
+
+    def _start(self, program: Program, notes: Notes | None) -> Walk:
         self.publish("issued")
         walk = Walk(self, program, self._resolve(program), {} if notes is None else notes)
         with self._lock:

@@ -1,0 +1,80 @@
+"""Ctrl-C while ops are being queued: handled afterwards, so that no op is left that nobody will run."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import headrace
+from headrace.executor.lanes import ThreadLane
+
+
+def test_ctrl_c_between_two_ops_waits_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+    plain, x = copy.deepcopy(model), torch.randn(3, 8)
+    tiers = {"weights": "host", "state": "host"}
+    model, optimizer = headrace.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), device="cpu", placement=tiers)
+    with headrace.session(model) as session:
+        model(x).square().sum().backward()
+        submit, count = ThreadLane.submit, 0
+
+        def interrupted(lane: ThreadLane, job: Any) -> None:
+            nonlocal count
+            count += 1
+            if count == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+            submit(lane, job)
+
+        monkeypatch.setattr(ThreadLane, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        monkeypatch.undo()
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+        other = torch.optim.SGD(plain.parameters(), lr=0.1)
+        for _ in range(2):
+            plain(x).square().sum().backward()
+            other.step()
+            other.zero_grad()
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(session.read_weight(name), parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_weight_that_its_own_forward_changes_is_updated_from_what_it_became() -> None:
+    """nn.Embedding(max_norm=...) scales rows in place; SGD without momentum keeps no state beside the weight."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(20, 8, max_norm=1.0)
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.embed(ids)
+            for layer in self.layers:
+                x = x + torch.tanh(layer(x))
+            return x.square().sum()
+
+    torch.manual_seed(0)
+    model = Model()
+    plain = copy.deepcopy(model)
+    tiers = {"weights": "host", "state": "host"}
+    model, optimizer = headrace.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), device="cpu", placement=tiers)
+    other = torch.optim.SGD(plain.parameters(), lr=0.1)
+    with headrace.session(model) as session:
+        for step in range(3):
+            ids = (torch.arange(12).view(3, 4) * (step + 3)) % 20
+            for side, update in ((model, optimizer), (plain, other)):
+                side(ids).backward()
+                update.step()
+                update.zero_grad()
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(session.read_weight(name), parameter.detach(), rtol=1e-4, atol=1e-5)
