@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
 class RandomState:
-    """Random state of the CPU and of one CUDA device."""
+    """Random state of torch on the CPU and on one CUDA device, of Python and of NumPy."""
 
     cpu: Tensor
     cuda: Tensor | None
+    python: Any
+    numpy: Any
 
     @classmethod
     def now(cls, device: torch.device) -> RandomState:
-        return cls(torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
+        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(torch.get_rng_state(), cuda, random.getstate(), np.random.get_state())
 
     def restore(self, device: torch.device) -> None:
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda, device)
