@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import headrace
-from against_plain import assert_close, assert_equal, batch, streamed, toy, toy_loss, weights
+from against_plain import assert_close, assert_equal, batch, gradients, sgd, streamed, toy, toy_loss, weights
+from headrace.base.errors import StepError
 from headrace.optim import front
 
 
@@ -99,3 +100,101 @@ def test_a_failed_wrap_leaves_everything_as_it_was(where: str, monkeypatch: pyte
     headrace.wrap(model, drivers[0], device="cpu")
     headrace.unwrap(model)
     assert_equal(weights(model), weights(plain))
+
+
+def _none(parameter: Any) -> None:
+    parameter.grad = None
+
+
+def _scaled(parameter: Any) -> None:
+    parameter.grad = parameter.grad * 0.25
+
+
+TIERS = [{"weights": "host", "state": "host"}, {"weights": "device", "state": "device"}]
+PLACES = ["head.weight", "norm.weight", "blocks.1.up.weight", "blocks.2.gain", "embed.weight"]
+
+
+@pytest.mark.parametrize("tiers", TIERS, ids=["host", "device"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("change", [_none, _scaled])
+def test_what_is_assigned_to_grad_counts(
+    change: Callable[[Any], None], dtype: torch.dtype, tiers: dict[str, str]
+) -> None:
+    """In step(), and as the start of a next backward's sums; momentum and decay show whether an update came."""
+    model = toy().to(dtype)
+    plain = copy.deepcopy(model)
+    decayed = lambda model: sgd(model, weight_decay=0.3, momentum=0.5)
+    with streamed(model, decayed, placement=tiers) as (ours, driver):
+        theirs = decayed(plain)
+        for each, optimizer in ((plain, theirs), (ours, driver)):
+            for again in (False, True):
+                toy_loss(each, batch()).backward()
+                for name in PLACES:
+                    change(each.get_parameter(name))
+                if again:
+                    toy_loss(each, batch(seed=1)).backward()
+                    change(each.get_parameter("blocks.0.down.weight"))
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_close(weights(ours), weights(plain), 1e-5 if dtype == torch.float32 else 2e-2)
+
+
+def test_dropping_all_gradients_starts_the_sums_anew() -> None:
+    model = toy()
+    plain = copy.deepcopy(model)
+    toy_loss(plain, batch()).backward()
+    with streamed(model) as (ours, driver):
+        for way in (lambda: [_none(p) for p in ours.parameters()], lambda: [m.zero_grad() for m in ours.children()]):
+            toy_loss(ours, batch(seed=3)).backward()
+            way()
+            toy_loss(ours, batch()).backward()
+            assert_close(gradients(ours), gradients(plain))
+        for parameter in ours.parameters():
+            parameter.grad = None
+        before = weights(ours)
+        driver.step()
+        assert_equal(weights(ours), before)
+
+
+def test_gradients_assigned_where_none_can_be_are_refused() -> None:
+    with streamed(toy()) as (ours, driver):
+        ours.blocks[0].gain.grad = torch.ones(20)
+        with pytest.raises(StepError, match="blocks.0.gain holds no gradient"):
+            driver.step()
+
+
+def test_a_gradient_whose_update_has_begun_cannot_be_dropped() -> None:
+    with streamed(toy(), accumulation=1, on_nonfinite="stop") as (ours, driver):
+        toy_loss(ours, batch()).backward()
+        ours.blocks[0].gain.grad = None
+        with pytest.raises(StepError, match="cannot be dropped"):
+            driver.step()
+
+
+def test_gradients_of_the_rest_are_there_between_backward_and_step() -> None:
+    with streamed(toy()) as (ours, driver):
+        session = headrace.session(ours)
+        for _ in range(2):
+            with pytest.raises(StepError, match="norm.weight holds no gradient"):
+                session.gradient("norm.weight")
+            with pytest.raises(StepError, match="norm.weight holds no gradient"):
+                session.set_gradient("norm.weight", torch.ones(20))
+            toy_loss(ours, batch()).backward()
+            assert session.gradient("norm.weight").norm() > 0
+            driver.step()
+
+
+@pytest.mark.parametrize("name", ["blocks.0", "norm", "embed", "head"])
+def test_parameters_unfrozen_after_wrap_are_refused(name: str) -> None:
+    model = toy()
+    model.get_submodule(name).requires_grad_(False)
+    with streamed(model) as (ours, driver):
+        toy_loss(ours, batch()).backward()
+        ours.get_submodule(name).requires_grad_(True)
+        with pytest.raises(StepError, match=f"{name}.*was frozen when the model was wrapped"):
+            driver.step()
+        with pytest.raises(StepError, match=f"{name}.*was frozen when the model was wrapped"):
+            toy_loss(ours, batch())
+        ours.get_submodule(name).requires_grad_(False)
+        toy_loss(ours, batch()).backward()
+        driver.step()

@@ -23,7 +23,7 @@ from headrace.base.units import format_bytes
 from headrace.executor.actions import Actions
 from headrace.executor.executor import Executor, Walk
 from headrace.executor.inputs import InputStore, SavedInput
-from headrace.executor.passes import Pass, Saved, ShiftedInputs
+from headrace.executor.passes import Pass, Saved, ShiftedInputs, frozen
 from headrace.executor.sink import Sink
 from headrace.model.parked import lease, repark
 from headrace.model.visit import BlockVisit
@@ -56,6 +56,10 @@ class Stream:
         self.trial: Callable[[BlockVisit, Sequence[Tensor], Sequence[Tensor]], None] = lambda visit, tensors, results: (
             None
         )
+        self.begun: Callable[[], None] = lambda: None
+        """Called at the first visit of a backward, before gradients are added."""
+        self.weights_wanted = True
+        """Weights get gradients from the backward under way; not so under autograd.grad, or with inputs=."""
         self.ended: Callable[[], None] = lambda: None
         """Called when a whole backward is over."""
         self.updates = 0
@@ -85,6 +89,11 @@ class Stream:
         """The visits that the next pass is expected to make."""
         return self._predicted[training]
 
+    @property
+    def updated(self) -> frozenset[int]:
+        """Units whose update runs inside the backward of this step."""
+        return frozenset(self._updated)
+
     def forget_slots(self) -> None:
         """Weights were written from outside: whatever a slot holds may be stale."""
         self.abandon()
@@ -100,7 +109,12 @@ class Stream:
         else:
             entered = self.forward(block.unit, BLOCK, True, visit.needs_grad)
         with entered as region, self.pointed(block.unit, block.parameters, region):
-            if backward:
+            if backward and not self.weights_wanted:
+                visit.weights_wanted = False
+                with self.sink.ignoring():
+                    yield
+            elif backward:
+                visit.weights_wanted = True
                 with self.sink.collecting(
                     self.spec.units[block.unit], block.parameters, self.grad_place, visit.runs
                 ) as end:
@@ -108,6 +122,7 @@ class Stream:
                     self.note(visit.number, end())
             else:
                 visit.number, visit.saved = self.number, Saved(self.current)
+                self.current.anchors.append(visit.anchor)
                 self.current.micro_batches = max(self.current.micro_batches, len(visit.calls))
                 yield
 
@@ -247,7 +262,9 @@ class Stream:
         except BaseException:
             self.abandon()
             raise
-        self.held.update(unit for unit in build.contributes(self.spec, visit) if self.spec.units[unit].trained.entries)
+        if self.weights_wanted:
+            units = build.contributes(self.spec, visit)
+            self.held.update(unit for unit in units if self.spec.units[unit].trained.entries)
         walk.leave()
         if walk.expected is None:
             walk.finish()
@@ -263,13 +280,16 @@ class Stream:
                 self.abandon()
             self._end_forward()
             self._task = task
-            if self._early_notes is not None:
+            self.weights_wanted = pass_.weights_wanted()
+            if self._early_notes is not None and self.weights_wanted:
                 raise StepError(
                     "a second backward came although updates of this step have begun",
                     "accumulation= declares fewer backward calls per step",
                     "Declare the right accumulation, or leave it out",
                 )
-            self._early_notes = self.early(pass_) if self._live_passes() == 1 else None
+            self.begun()
+            if self.weights_wanted:
+                self._early_notes = self.early(pass_) if len(self._live) == 1 else None
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         if self._walk is not None and self._backward is pass_:
             expected = self._walk.expected
@@ -277,13 +297,17 @@ class Stream:
                 return self._walk
         if self._walk is not None:
             self._abandon_walk()
+        if self._backward is not pass_:
+            self.weights_wanted = pass_.weights_wanted()
         self._backward = pass_
-        self._hold(pass_.visits[: number + 1])
-        self._widen(pass_.visits[: number + 1])
-        early = self.early_units() if self._early_notes is not None else ()
-        program = build.backward(
-            self.spec, self.placement, pass_.visits[: number + 1], self.slots, frozenset(self.held), early
-        )
+        visits, spec, early = pass_.visits[: number + 1], self.spec, list[int]()
+        if self.weights_wanted:
+            self._hold(visits)
+            self._widen(visits)
+            spec, early = self.spec, self.early_units() if self._early_notes is not None else []
+        else:
+            spec = frozen(self.spec)
+        program = build.backward(spec, self.placement, visits, self.slots, frozenset(self.held), early)
         self._updated |= {op.unit for op in program.ops if op.verb == "UPDATE"}
         notes = {"inputs": pass_.inputs, **(self._early_notes or {})}
         self._walk = self.executor.start(program, notes)
@@ -313,9 +337,6 @@ class Stream:
         self.events.add("hold", "gradients of a backward without updates: each block keeps its own from now; declare "
                         "accumulation as it is to save this", bytes=format_bytes(size))  # fmt: skip
 
-    def _live_passes(self) -> int:
-        return len(self._live)
-
     def early_units(self) -> list[int]:
         """Units whose update runs inside a backward that is the last of its step."""
         return [unit.index for unit in self.spec.units if unit.kind in (BLOCK, TILE)]
@@ -340,7 +361,7 @@ class Stream:
         """Autograd calls this when the whole backward is over."""
         if self._walk is not None:
             self._abandon_walk()
-        if self._backward is not None:
+        if self._backward is not None and self.weights_wanted:
             self._live.discard(self._backward)
         self._backward = None
         for unit in self.spec.units:

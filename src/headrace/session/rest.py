@@ -16,7 +16,10 @@ from headrace.spec.model import Unit
 class Rest:
     """The resident unit's parameters. From step() until their update is done they are parked on their own data."""
 
-    def __init__(self, model: nn.Module, unit: Unit, parameters: list[nn.Parameter], stream: Stream) -> None:
+    def __init__(
+        self, model: nn.Module, unit: Unit, parameters: list[nn.Parameter], stream: Stream,
+        before_gradient: Callable[[nn.Parameter], None],
+    ) -> None:  # fmt: skip
         self.device = stream.device
         self._stream, self._token = stream, f"home:u{unit.index}"
         self._trained = parameters[: len(unit.trained.entries)]
@@ -25,7 +28,7 @@ class Rest:
         own = {id(p) for p in parameters}
         users = [m for m in model.modules() if m is model or any(id(p) in own for p in m._parameters.values())]
         self.handles: list[Any] = [m.register_forward_pre_hook(lambda module, args: self.settle()) for m in users]
-        self.handles += [p.register_hook(_clears_gradient(p)) for p in self._trained]
+        self.handles += [p.register_hook(_calls(before_gradient, p)) for p in self._trained]
 
     def park(self) -> None:
         """An update was queued."""
@@ -58,8 +61,8 @@ class Rest:
             parameter.data.copy_(value)
 
 
-def _clears_gradient(parameter: nn.Parameter) -> Callable[[Tensor], None]:
+def _calls(before_gradient: Callable[[nn.Parameter], None], parameter: nn.Parameter) -> Callable[[Tensor], None]:
     def hook(grad: Tensor) -> None:
-        parameter.grad = None  # autograd would add to the stand-in of an earlier backward
+        before_gradient(parameter)  # autograd would add to the stand-in of an earlier backward
 
     return hook

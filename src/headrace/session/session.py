@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,11 @@ from headrace.executor.passes import Pass
 from headrace.executor.stream import Stream
 from headrace.executor.taken import Taken
 from headrace.executor.trial import Trial
-from headrace.model.held import HeldGradient
-from headrace.model.parked import is_parked, placeholder
 from headrace.model.units import Anatomy
 from headrace.optim.rules import Rule
 from headrace.schedule import build
 from headrace.schedule.op import Program
+from headrace.session.gradients import Gradients
 from headrace.session.options import Options
 from headrace.session.report import Peaks, memory_report
 from headrace.session.rest import Rest
@@ -54,14 +53,18 @@ class Session:
         self._actions: Actions = stream.actions
         self._names = {id(p): name for name, p in anatomy.parameters.items()}
         rest = anatomy.rest
-        self._rest = None if rest is None else Rest(model, anatomy.spec.units[rest], anatomy.of_unit(rest), stream)
-        if self._rest is not None:
+        self._gradients = Gradients(anatomy, stream, values)
+        self._rest: Rest | None = None
+        if rest is not None:
+            unit, parameters = anatomy.spec.units[rest], anatomy.of_unit(rest)
+            self._rest = Rest(model, unit, parameters, stream, lambda parameter: self._gradients.settle([parameter]))
             undo.extend(handle.remove for handle in self._rest.handles)
         self._early_notes: dict[str, Any] | None = None
         self._micro_batches = 0
-        self._shown: list[nn.Parameter] = []
+        self._frozen = [p for p in anatomy.parameters.values() if not p.requires_grad]
         self.peaks = Peaks()
-        stream.early, stream.ended = self._early, self._show_gradients
+        stream.early = self._early
+        stream.begun, stream.ended = self._gradients.settle, self._gradients.show
         budget = None if options.device_memory is None else parse_bytes(options.device_memory)
         self._trial = Trial(budget, stream.sink, events)
         if options.check_memory:
@@ -111,7 +114,17 @@ class Session:
         """The model is about to be called: raise what updates have met since."""
         self.check_open()
         self._settled(self._executor.check)
+        self._check_frozen()
         self._values.hold_rest()
+
+    def _check_frozen(self) -> None:
+        thawed = [self._names[id(p)] for p in self._frozen if p.requires_grad]
+        if thawed:
+            raise StepError(
+                f"{thawed[0]} was frozen when the model was wrapped, and requires a gradient now",
+                f"{len(thawed)} such parameters, which have neither a place for gradients nor optimizer state",
+                "Freeze them again, or call headrace.unwrap(model) and wrap it with an optimizer that holds them",
+            )
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -119,9 +132,10 @@ class Session:
         """Queue the updates of all units that hold gradients. Returns at once; whatever reads weights waits."""
         self.check_open()
         self._settled(self._executor.check)
+        self._check_frozen()
+        self._gradients.settle()
         early = self._stream.begin_step()
         held = set(self._stream.held)
-        self._hide_gradients()
         if early is None and not held:
             return
         if self.device.type == "cuda":
@@ -164,7 +178,7 @@ class Session:
         """Drop gradients that no step has used."""
         if self.closed:
             return
-        self._hide_gradients()
+        self._gradients.hide()
         held, ledger = self._stream.held, self._actions.ledger
         try:
             self._executor.wait(*(f"grads:u{unit}" for unit in held))
@@ -214,44 +228,13 @@ class Session:
                     self._actions.ledger.consume(unit, updated=False)
             raise
 
-    # -- gradients as the user sees them ------------------------------------------------------------------------------
-
-    def _show_gradients(self) -> None:
-        """After a backward: parameter.grad stands for the gradient that the stores hold."""
-        for unit in sorted(self._stream.held):
-            for parameter, name in self._trained(unit):
-                if parameter.requires_grad and parameter.grad is None:
-                    like = placeholder(parameter.shape, parameter.dtype)
-                    if not is_parked(parameter):
-                        like = like.to(parameter.device)
-                    parameter.grad = HeldGradient.of(like, _reader(self.gradient, name, parameter.dtype))
-                    self._shown.append(parameter)
-
-    def _trained(self, unit: int) -> Iterator[tuple[nn.Parameter, str]]:
-        for name in dict.fromkeys(entry.name for entry in self.spec.units[unit].trained.entries):
-            yield self.anatomy.parameters[name], name
-
-    def _hide_gradients(self) -> None:
-        for parameter in self._shown:
-            parameter.grad = None
-        self._shown.clear()
-
     def gradient(self, name: str) -> Tensor:
         """The gradient (fp32) that the next step will use for a weight."""
-        view = self._rest_gradient(name)
-        return self._values.read_gradient(name) if view is None else view.float().clone()
+        return self._gradients.read(name)
 
     def set_gradient(self, name: str, value: Tensor) -> None:
         """Replace a weight's gradient before step(). `value`: the weight's shape."""
-        view = self._rest_gradient(name)
-        if view is None:
-            self._values.write_gradient(name, value)
-        else:
-            view.copy_(value)
-
-    def _rest_gradient(self, name: str) -> Tensor | None:
-        parameter = self.anatomy.parameters.get(name)
-        return None if parameter is None else self._stream.sink.rest_view(parameter)
+        self._gradients.write(name, value)
 
     # -- weights and state ----------------------------------------------------------------------------------------
 
@@ -360,7 +343,3 @@ def _number(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(_number(part) for part in value)
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-
-
-def _reader(read: Callable[[str], Tensor], name: str, dtype: torch.dtype) -> Callable[[], Tensor]:
-    return lambda: read(name).to(dtype)

@@ -224,11 +224,16 @@ class Values:
             _rows(out, entry).copy_(view)
         return out
 
-    def write_gradient(self, name: str, value: Tensor) -> None:
-        """Replace a gradient before step(); the norm follows."""
-        for entry, view in self._gradient_views(name):
-            view.copy_(_rows(value, entry))
-        for unit, _, _ in self.pieces(name):
+    def write_gradient(self, name: str, value: Tensor | None) -> None:
+        """Replace a gradient before step(), or drop it (None); the norm follows. Raises StepError when its unit holds
+        none."""
+        views = self._gradient_views(name)
+        for (unit, index, entry), (_, view) in zip(self.pieces(name), views, strict=True):
+            if value is None:
+                view.zero_()
+            else:
+                view.copy_(_rows(value, entry))
+            self._ledger.present[unit.index][index] = value is not None
             self._ledger.note_square(unit.index, None)
 
     def _gradient_views(self, name: str) -> list[tuple[Entry, Tensor]]:
@@ -237,7 +242,10 @@ class Values:
             self._executor.wait(f"grads:u{unit.index}")
             region = self._regions.home(unit.index, "grads")
             if region is None or not entry.trainable or unit.index not in self._ledger.arrived:
-                raise StepError(f"{name} holds no gradient", "", "Read gradients between backward() and step()")
+                raise StepError(
+                    f"{name} holds no gradient", "none has arrived since the last step, or its update took it",
+                    "Read and change gradients between backward() and step()",
+                )  # fmt: skip
             views.append((entry, _view(region, unit.grads, index)))
         return views
 
