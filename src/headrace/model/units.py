@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from headrace.base.errors import ModelError
 from headrace.base.events import EventLog
 from headrace.model.blocks import Stack
+from headrace.model.lookup import only_looks_up
 from headrace.spec.layout import Entry, place
 from headrace.spec.model import BLOCK, REST, TILE, Matrix, ModelSpec, StateSpec, Unit
 
@@ -158,48 +158,25 @@ def _find_matrices(
     embeddings = [
         m for m in outside
         if isinstance(m, nn.Embedding) and m.max_norm is None and not m.sparse and not m.scale_grad_by_freq
-        and m.weight.dtype.is_floating_point and _only_looks_up(m)
+        and m.weight.dtype.is_floating_point and only_looks_up(m)
     ]  # fmt: skip
     tied = {id(m.weight) for m in embeddings}
     heads = [
         m for m in outside
-        if type(m) is nn.Linear
+        if type(m) is nn.Linear and "forward" not in m.__dict__
         and (m is named_head or id(m.weight) in tied or _bytes(m.weight, frozenset()) > HEAD_SHARE * largest)
     ]  # fmt: skip
     allowed = {id(m) for m in (*embeddings, *heads)}
+    for name, m in model.named_modules():
+        own = isinstance(m, nn.Embedding) and type(m).forward is not nn.Embedding.forward
+        replaced = isinstance(m, (nn.Embedding, nn.Linear)) and "forward" in m.__dict__
+        if (own or replaced) and id(m) not in allowed | inside:
+            events.add("whole", f"{name} stays on the device: its forward is its own")
     hooked = {id(m.weight) for m in (*embeddings, *heads) if _has_hooks(m.weight)}
     if hooked:
         events.add("hooks", "embeddings or heads whose gradients have hooks stay on the device", weights=len(hooked))
     pure = {key for key, users in owners.items() if users <= allowed} - hooked
     return [m for m in embeddings if id(m.weight) in pure], [m for m in heads if id(m.weight) in pure]
-
-
-class _Watch(TorchFunctionMode):
-    """Answers look-ups with zeros and keeps what was looked up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not nn.functional.embedding:
-            return func(*args, **(kwargs or {}))
-        ids, weight = args[:2]
-        self.seen.append(ids)
-        return torch.zeros(*ids.shape, weight.shape[1], dtype=weight.dtype)
-
-
-def _only_looks_up(module: nn.Embedding) -> bool:
-    """Whether the rows it uses are those of the ids it is given: not so where positions are computed from a mask."""
-    if type(module).forward is nn.Embedding.forward and "forward" not in module.__dict__:
-        return True
-    ids = torch.zeros(1, 2, dtype=torch.long)
-    try:
-        with torch.no_grad(), _Watch() as watch:
-            module.forward(ids)
-    except Exception:  # whatever it wants instead of ids
-        return False
-    return len(watch.seen) == 1 and watch.seen[0] is ids
 
 
 def _has_hooks(p: Any) -> bool:

@@ -1,0 +1,204 @@
+"""Model code that once lost gradients or values without a word: what blocks pass on, subclasses, views, buffers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import headrace
+from against_plain import Block, Toy, assert_close, batch, gradients, streamed, toy_loss
+from headrace.base.errors import ModelError
+
+
+def model_of(*blocks: nn.Module, kind: type[Toy] = Toy, **options: Any) -> Toy:
+    torch.manual_seed(0)
+    model = kind(list(blocks) or None, **options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape))
+    return model
+
+
+def check(model: nn.Module, ids: Tensor | None = None, steps: int = 2, **options: Any) -> list[str]:
+    """Loss and gradients of a few steps are those of plain PyTorch. Returns the events."""
+    plain = copy.deepcopy(model)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.5)
+    ids = batch() if ids is None else ids
+    with streamed(model, **options) as (ours, optimizer):
+        for step in range(steps):
+            losses = []
+            for candidate in (plain, ours):
+                torch.manual_seed(step)
+                losses.append(toy_loss(candidate, ids))
+                losses[-1].backward()
+            torch.testing.assert_close(losses[1].detach(), losses[0].detach(), rtol=1e-5, atol=1e-6)
+            assert_close(gradients(ours), gradients(plain))
+            for driver in (theirs, optimizer):
+                driver.step()
+                driver.zero_grad()
+        return [str(event) for event in headrace.session(ours).events]
+
+
+@dataclasses.dataclass
+class Carried:
+    x: Tensor
+    visits: int = 0
+    seen: list[Tensor] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: Tensor
+
+
+class Opaque:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Passing(Block):
+    def __init__(self) -> None:
+        super().__init__(20, 27)
+
+    def forward(self, carried: Any) -> Any:
+        if isinstance(carried, Carried):  # writes into what it was given, too
+            carried.visits += 1
+            carried.seen.append(carried.x * 0.5)
+            return dataclasses.replace(carried, x=super().forward(carried.x))
+        return type(carried)(super().forward(carried.x))
+
+
+class PassingToy(Toy):
+    carrier: Any = Carried
+
+    def forward(self, ids: Tensor) -> Tensor:
+        carried = first = self.carrier(self.embed(ids))
+        for block in self.blocks:
+            carried = block(carried)
+        extra = sum(part.mean() for part in carried.seen) if isinstance(carried, Carried) else 0
+        if isinstance(first, Carried):
+            assert (first.visits, carried.visits, len(carried.seen)) == (1, 3, 3)
+        logits: Tensor = self.head(self.norm(carried.x)) * (1 + extra)
+        return logits
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("carrier", [Carried, Frozen])
+def test_dataclasses_pass_between_blocks(carrier: Any, recompute: bool) -> None:
+    model = model_of(*(Passing() for _ in range(3)), kind=PassingToy)
+    model.carrier = carrier
+    check(model, recompute=recompute)
+
+
+def test_what_torch_max_returns_passes_between_blocks() -> None:
+    class Best(Block):
+        def forward(self, x: Any) -> Any:
+            found = super().forward(x)
+            return torch.max(torch.stack([found, found.neg()]), 0)
+
+    class BestToy(Toy):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            for block in self.blocks:
+                x = block(x).values
+            logits: Tensor = self.head(self.norm(x))
+            return logits
+
+    check(model_of(*(Best(20, 27) for _ in range(3)), kind=BestToy))
+
+
+def test_tensors_in_an_unknown_class_are_refused() -> None:
+    model = model_of(*(Passing() for _ in range(3)), kind=PassingToy)
+    model.carrier = Opaque
+    with streamed(model) as (ours, _), pytest.raises(ModelError, match="inside a Opaque"):
+        toy_loss(ours, batch())
+
+    class Returning(Block):
+        def forward(self, x: Tensor) -> Any:
+            return Opaque(super().forward(x))
+
+    class ReturningToy(Toy):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            for block in self.blocks:
+                x = block(x).x
+            return x
+
+    model = model_of(*(Returning(20, 27) for _ in range(3)), kind=ReturningToy)
+    model.embed.requires_grad_(False)
+    with streamed(model) as (ours, _), pytest.raises(ModelError, match="inside a Opaque"):
+        ours(batch())
+
+
+class Masked(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * (ids != 7).unsqueeze(-1)
+
+
+class Scaled(nn.Embedding):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * self.scale
+
+
+class Dropped(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(ids), 0.5, self.training)
+
+
+class Normed(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) / self.weight.norm()
+
+
+class Counting(nn.Embedding):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("calls", torch.ones(()))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(ids) * self.calls
+
+
+class Fixed(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        assert ids.shape[-1] > 0
+        return torch.tanh(super().forward(ids)) * 1.5
+
+
+@pytest.mark.parametrize("kind", [Masked, Scaled, Dropped, Normed, Counting, Fixed])
+def test_embedding_subclasses(kind: type[nn.Embedding]) -> None:
+    """Those that do more than look rows up stay whole, and say so; the others stream."""
+    model = model_of()
+    values = model.embed.weight.detach().clone()
+    model.embed = kind(37, 20)
+    with torch.no_grad():
+        model.embed.weight.copy_(values)
+    events = check(model.train(), batch(vocabulary=9))
+    assert any("embed stays on the device" in event for event in events) == (kind is not Fixed)
+
+
+@pytest.mark.parametrize("name", ["head", "embed"])
+def test_a_forward_replaced_on_the_instance_is_the_one_that_runs(name: str) -> None:
+    model = model_of()
+    module = model.get_submodule(name)
+
+    class Half:  # bound to the module of its own copy
+        def __init__(self, module: nn.Module) -> None:
+            self.module = module
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return torch.tanh(type(self.module).forward(self.module, x)) * 0.5
+
+    module.forward = Half(module)
+    events = check(model)
+    assert any(f"{name} stays on the device" in event for event in events)
