@@ -159,7 +159,7 @@ def test_dropping_all_gradients_starts_the_sums_anew() -> None:
 def test_gradients_assigned_where_none_can_be_are_refused() -> None:
     with streamed(toy()) as (ours, driver):
         ours.blocks[0].gain.grad = torch.ones(20)
-        with pytest.raises(StepError, match="blocks.0.gain holds no gradient"):
+        with pytest.raises(StepError, match=r"blocks\.0\.gain holds no gradient"):
             driver.step()
 
 
@@ -175,9 +175,9 @@ def test_gradients_of_the_rest_are_there_between_backward_and_step() -> None:
     with streamed(toy()) as (ours, driver):
         session = headrace.session(ours)
         for _ in range(2):
-            with pytest.raises(StepError, match="norm.weight holds no gradient"):
+            with pytest.raises(StepError, match=r"norm\.weight holds no gradient"):
                 session.gradient("norm.weight")
-            with pytest.raises(StepError, match="norm.weight holds no gradient"):
+            with pytest.raises(StepError, match=r"norm\.weight holds no gradient"):
                 session.set_gradient("norm.weight", torch.ones(20))
             toy_loss(ours, batch()).backward()
             assert session.gradient("norm.weight").norm() > 0

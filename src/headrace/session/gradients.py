@@ -1,0 +1,112 @@
+"""Gradients as the user sees them: parameter.grad stands for what the stores hold; what is assigned to it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from headrace.base.errors import StepError
+from headrace.executor.stream import Stream
+from headrace.model.held import HeldGradient
+from headrace.model.parked import is_parked, placeholder
+from headrace.model.units import Anatomy
+from headrace.session.values import Values
+
+
+class Gradients:
+    """The stand-ins that are shown, and the gradients behind them, by parameter name."""
+
+    def __init__(self, anatomy: Anatomy, stream: Stream, values: Values) -> None:
+        self._anatomy, self._stream, self._values = anatomy, stream, values
+        self._names = {
+            id(anatomy.parameters[entry.name]): entry.name for _, _, entry in stream.spec.pieces() if entry.trainable
+        }
+        self._shown: dict[int, HeldGradient] = {}
+
+    def show(self) -> None:
+        """After a backward: parameter.grad stands for the gradient that the stores hold."""
+        for unit in sorted(self._stream.held):
+            for name in dict.fromkeys(entry.name for entry in self._stream.spec.units[unit].trained.entries):
+                parameter = self._anatomy.parameters[name]
+                if parameter.requires_grad and parameter.grad is None:
+                    like = placeholder(parameter.shape, parameter.dtype)
+                    if not is_parked(parameter):
+                        like = like.to(parameter.device)
+                    parameter.grad = stand_in = HeldGradient.of(like, _reader(self.read, name, parameter.dtype))
+                    self._shown[id(parameter)] = stand_in
+
+    def hide(self) -> None:
+        """Gradients are dropped, and so is what the user put in their place."""
+        for key, name in self._names.items():
+            if key in self._shown or self._anatomy.parameters[name].grad is not None:
+                self._anatomy.parameters[name].grad = None
+        self._shown.clear()
+
+    def settle(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Before gradients are used or added to: None in place of a stand-in drops its gradient, another tensor becomes
+        it. No parameter (of all, or of those given) shows a gradient afterwards."""
+        chosen = self._names if parameters is None else [id(parameter) for parameter in parameters]
+        for key in chosen:
+            name = self._names[key]
+            parameter, stand_in = self._anatomy.parameters[name], self._shown.pop(key, None)
+            grad, given = parameter.grad, parameter.grad is not stand_in
+            if grad is not None:
+                parameter.grad = None
+            if not given:
+                continue
+            if grad is None:
+                self.drop(name)
+            elif stand_in is not None or bool(grad.any()):  # zeros where no gradient is are as good as None
+                self.write(name, grad.to_dense() if grad.is_sparse else grad)
+
+    def read(self, name: str) -> Tensor:
+        """The gradient (fp32) that the next step will use. Raises StepError when its unit holds none."""
+        found = self._rest(name)
+        if found is None:
+            return self._values.read_gradient(name)
+        number, view = found
+        self._check_rest(name)
+        return view.float().clone() if self._stream.sink.rest_present[number] else torch.zeros_like(view).float()
+
+    def write(self, name: str, value: Tensor) -> None:
+        """Replace a gradient. Raises StepError when its unit holds none."""
+        found = self._rest(name)
+        if found is None:
+            self._values.write_gradient(name, value)
+            return
+        number, view = found
+        self._check_rest(name)
+        view.copy_(value)
+        self._stream.sink.rest_present[number] = True
+
+    def drop(self, name: str) -> None:
+        """The next step does not update this parameter unless another backward comes."""
+        if any(unit.index in self._stream.updated for unit, _, _ in self._values.pieces(name)):
+            raise StepError(
+                f"the gradient of {name} cannot be dropped", "its update began in the backward",
+                "Leave accumulation= out, so that updates wait for step()",
+            )  # fmt: skip
+        found = self._rest(name)
+        if found is None:
+            self._values.write_gradient(name, None)
+        else:
+            self._stream.sink.rest_present[found[0]] = False
+
+    def _rest(self, name: str) -> tuple[int, Tensor] | None:
+        """(number, view) of a resident parameter's gradient; None for parameters that stream."""
+        parameter = self._anatomy.parameters.get(name)
+        view = None if parameter is None else self._stream.sink.rest_view(parameter)
+        return None if view is None else (self._values.pieces(name)[0][1], view)
+
+    def _check_rest(self, name: str) -> None:
+        if not any(self._stream.sink.rest_present):
+            raise StepError(
+                f"{name} holds no gradient", "no backward has come since the last step",
+                "Read and change gradients between backward() and step()",
+            )  # fmt: skip
+
+
+def _reader(read: Callable[[str], Tensor], name: str, dtype: torch.dtype) -> Callable[[], Tensor]:
+    return lambda: read(name).to(dtype)
