@@ -110,3 +110,46 @@ def test_bf16_blocks_called_twice_sum_in_fp32(overlap: bool, accumulation: int |
             optimizer.zero_grad()
         assert_close({k: v.float() for k, v in weights(ours).items()}, weights(exact), 0.01)
         assert any("fp32" in str(event) for event in headrace.session(ours).events)
+
+
+# -- gradients of inputs only --------------------------------------------------------------------------------------
+
+
+class Continuous(Toy):
+    """Takes embeddings instead of ids."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("state", ["host", "device"])
+@pytest.mark.parametrize("options", [{}, {"recompute": False}, {"accumulation": 1, "on_nonfinite": "stop"}])
+def test_gradients_of_inputs_leave_weights_alone(options: dict[str, Any], state: str) -> None:
+    """torch.autograd.grad and backward(inputs=) add nothing to weights' gradients, as in plain PyTorch."""
+    torch.manual_seed(0)
+    model = Continuous()
+    model.embed.requires_grad_(False)
+    plain, x = copy.deepcopy(model), torch.randn(3, 5, 20, requires_grad=True)
+    driver = sgd(plain)
+    with streamed(model, placement={"weights": state, "state": state}, **options) as (ours, optimizer):
+        for _ in range(2):
+            found = []
+            for side in (plain, ours):
+                loss = side(x).square().mean()
+                (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
+                x.grad = None
+                loss.backward(inputs=[x], retain_graph=True)
+                assert torch.equal(x.grad, grad)
+                (loss + 0 * side(2 * x).sum()).backward(inputs=[x], retain_graph=True)
+                loss.backward()
+                found.append(grad)
+            assert_close({"x": found[1]}, {"x": found[0]})
+            if "accumulation" not in options:
+                assert_close(gradients(ours), gradients(plain))
+            optimizer.step()
+            driver.step()
+            optimizer.zero_grad()
+            driver.zero_grad()
+        assert_close(weights(ours), weights(plain))

@@ -202,3 +202,46 @@ def test_a_forward_replaced_on_the_instance_is_the_one_that_runs(name: str) -> N
     module.forward = Half(module)
     events = check(model)
     assert any(f"{name} stays on the device" in event for event in events)
+
+
+def write_through(p: Any) -> list[Any]:
+    """Every way to write a part of a weight, each into other elements (or over all of them)."""
+    two, ones = torch.full_like(p, 2.0), torch.ones_like(p)
+    return [
+        lambda: p[0].zero_(),
+        lambda: p[1].__setitem__(3, 5.0),
+        lambda: p.view(-1)[-4:].fill_(7.0),
+        lambda: p.t()[2].copy_(torch.arange(float(p.shape[0]))),
+        lambda: nn.init.zeros_(p[2:4]),
+        lambda: nn.init.constant_(tensor=p[4:5], val=9.0),
+        lambda: nn.init.normal_(p.data[5:6], generator=torch.Generator().manual_seed(0)),
+        lambda: p.chunk(2)[1].mul_(3.0),
+        lambda: p.unbind(0)[6].add_(1.0),
+        lambda: p.narrow(0, 7, 1).data.neg_(),
+        lambda: torch.Tensor.view(p, -1)[:5].sub_(0.5),
+        lambda: torch._foreach_mul_([p[0], p[1]], 0.5),
+        lambda: torch.add(p[8], 1.0, out=p[9]),
+        lambda: torch.mul(ones, 3.0, out=p.data),
+        lambda: torch.mul(two, two, out=p),
+        lambda: torch.mul(p, 2.0, out=two),
+        lambda: nn.init.normal_(p, generator=torch.Generator().manual_seed(1)),
+        lambda: p.detach()[3:5].div_(4.0),
+        lambda: p.data.requires_grad_(False),
+    ]
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_writes_through_views_reach_the_weight(place: str, tmp_path: Any) -> None:
+    plain = model_of()
+    with streamed(plain, placement={"weights": place}, disk_dir=tmp_path) as (ours, _), torch.no_grad():
+        for name in ("blocks.1.up.weight", "embed.weight", "head.weight"):
+            theirs, mine = plain.get_parameter(name), ours.get_parameter(name)
+            for number, (one, two) in enumerate(zip(write_through(theirs), write_through(mine), strict=True)):
+                one(), two()
+                assert torch.equal(mine, theirs), f"{name}, write {number}"
+        for frozen in (plain.get_parameter("blocks.2.gain"), ours.get_parameter("blocks.2.gain")):
+            frozen.requires_grad_(False)
+            with torch.enable_grad():
+                frozen[3:].mul_(2.0)
+        assert torch.equal(ours.get_parameter("blocks.2.gain"), plain.get_parameter("blocks.2.gain"))
+        assert torch.equal(ours(batch()), plain(batch()))

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from headrace.base.errors import DataError
 from headrace.executor.passes import Pass
 from headrace.executor.stream import Stream
+from headrace.model.anchor import Anchor
 from headrace.model.parked import lease, repark
 from headrace.model.surroundings import Autocast
 from headrace.schedule.build import ROWS
@@ -43,12 +44,13 @@ def embed(stream: Stream, taken: TakenEmbedding, ids: Sequence[Tensor]) -> list[
     """The embeddings of several micro-batches' ids, on one gathering of rows. Results as the module gives them."""
     training = torch.is_grad_enabled()
     trained = training and taken.trained and bool(stream.spec.units[_tiles(stream, taken)[0]].trained.entries)
+    anchor = Anchor(trained)
     rows = Rows.of(stream, taken, ids)
     with stream.forward(taken.matrix, ROWS, training, trained):
         rows.number, rows.pass_ = stream.number, stream.current
+        rows.pass_.anchors.append(anchor)
         weight = gather(stream.regions, taken.matrix, rows.index)
-    anchor = torch.zeros((), requires_grad=trained)
-    return list(_Embed.apply(stream, taken, rows, weight, anchor))  # type: ignore[no-untyped-call]
+    return list(_Embed.apply(stream, taken, rows, weight, anchor.tensor))  # type: ignore[no-untyped-call]
 
 
 def _tiles(stream: Stream, taken: TakenEmbedding) -> tuple[int, ...]:

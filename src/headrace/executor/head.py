@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from headrace.executor.passes import Pass
 from headrace.executor.stream import Stream
 from headrace.loss.tiled import HeadSpec, LossRows, backward_tile, finish, forward_tile, open_rows
+from headrace.model.anchor import Anchor
 from headrace.spec.model import TILE
 from headrace.store.regions import typed
 
@@ -37,7 +38,8 @@ class Tiles:
     head: TakenHead
     training: bool
     grad: bool
-    numbers: list[int]
+    anchor: Anchor
+    numbers: list[int] = field(default_factory=list)
     pass_: Pass | None = None
 
     def forward(self, body: Callable[[Tensor, int], None]) -> None:
@@ -45,7 +47,9 @@ class Tiles:
         for unit in self.stream.spec.matrices[self.head.matrix].tiles:
             with self.stream.forward(unit, TILE, self.training, self.grad) as region:
                 self.numbers.append(self.stream.number)
-                self.pass_ = self.stream.current
+                if self.pass_ is None:
+                    self.pass_ = self.stream.current
+                    self.pass_.anchors.append(self.anchor)
                 layout = self.stream.spec.units[unit].weights
                 body(typed(region, layout)[0], layout.entries[0].first_row or 0)
 
@@ -56,7 +60,7 @@ class Tiles:
             unit = self.stream.spec.units[self.pass_.visits[number].unit]
             with self.stream.backward(self.pass_, number) as region:
                 weight, first = typed(region, unit.weights)[0], unit.weights.entries[0].first_row or 0
-                if unit.trained.entries:
+                if unit.trained.entries and self.stream.weights_wanted:
                     grad, end = self.stream.sink.tile(unit, self.stream.grad_place)
                     body(weight, first, grad)
                     self.stream.note(number, end())
@@ -70,7 +74,8 @@ def _tiles(stream: Stream, head: TakenHead, tensors: Sequence[Tensor | None]) ->
     tiles = stream.spec.matrices[head.matrix].tiles
     trained = training and head.module.weight.requires_grad and bool(stream.spec.units[tiles[0]].trained.entries)
     needs = trained or (training and any(t is not None and t.requires_grad for t in tensors))
-    return Tiles(stream, head, training, needs, []), torch.zeros((), requires_grad=trained)
+    anchor = Anchor(trained)
+    return Tiles(stream, head, training, needs, anchor), anchor.tensor
 
 
 def losses(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
 from headrace.executor.inputs import SavedInput
+from headrace.model.anchor import Anchor
 from headrace.schedule.build import Visit
+from headrace.spec.layout import Layout
+from headrace.spec.model import ModelSpec
 
 
 @dataclass(eq=False)
@@ -26,6 +29,12 @@ class Pass:
     """Calls that meet at each of its visits."""
     updates: int = 0
     """`Stream.updates` when it began: its backward needs the same weights."""
+    anchors: list[Anchor] = field(default_factory=list)
+    """Those of its visits."""
+
+    def weights_wanted(self) -> bool:
+        """The backward under way accumulates weights' gradients: not so under autograd.grad, or with inputs=."""
+        return any(anchor.wanted() for anchor in self.anchors)
 
 
 @dataclass(eq=False)
@@ -45,3 +54,12 @@ class ShiftedInputs(dict[int, SavedInput]):
 
     def get(self, visit: int, default: Any = None) -> Any:
         return self._inputs.get(visit + self._offset, default)
+
+
+def frozen(spec: ModelSpec) -> ModelSpec:
+    """The same model with no trained weight: its backward only gives gradients of inputs."""
+    units = [
+        replace(unit, weights=Layout(tuple(replace(entry, trainable=False) for entry in unit.weights.entries)))
+        for unit in spec.units
+    ]
+    return replace(spec, units=tuple(units))

@@ -275,12 +275,13 @@ class Stream:
             text = "backward() came after step() had changed the weights of its forward"
             raise StepError(text, "", "Call backward() before step(), or compute the loss again")
         task = torch._C._current_graph_task_id()
+        if self._task != task or self._backward is not pass_:
+            self.weights_wanted = pass_.weights_wanted()
         if self._backward is None or self._task != task:
             if self._backward is not None:  # an earlier backward ended in an error
                 self.abandon()
             self._end_forward()
             self._task = task
-            self.weights_wanted = pass_.weights_wanted()
             if self._early_notes is not None and self.weights_wanted:
                 raise StepError(
                     "a second backward came although updates of this step have begun",
@@ -297,16 +298,13 @@ class Stream:
                 return self._walk
         if self._walk is not None:
             self._abandon_walk()
-        if self._backward is not pass_:
-            self.weights_wanted = pass_.weights_wanted()
         self._backward = pass_
-        visits, spec, early = pass_.visits[: number + 1], self.spec, list[int]()
+        visits = pass_.visits[: number + 1]
         if self.weights_wanted:
             self._hold(visits)
             self._widen(visits)
-            spec, early = self.spec, self.early_units() if self._early_notes is not None else []
-        else:
-            spec = frozen(self.spec)
+        spec = self.spec if self.weights_wanted else frozen(self.spec)
+        early = self.early_units() if self._early_notes is not None else ()
         program = build.backward(spec, self.placement, visits, self.slots, frozenset(self.held), early)
         self._updated |= {op.unit for op in program.ops if op.verb == "UPDATE"}
         notes = {"inputs": pass_.inputs, **(self._early_notes or {})}

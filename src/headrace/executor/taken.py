@@ -16,9 +16,11 @@ from headrace.executor.stream import Stream
 from headrace.executor.window import meet
 from headrace.loss.lazy import LazyLogits
 from headrace.loss.tiled import HeadSpec, reduce_losses
+from headrace.model.caches import cache_class, check_caches
 from headrace.model.containers import containers, leaves, write_back
-from headrace.model.surroundings import Autocast, cache_class, record_outside
-from headrace.model.visit import Block, BlockVisit, Call, VisitFunction, check_caches
+from headrace.model.side import guard_changes, tensor_attributes
+from headrace.model.surroundings import Autocast, record_outside
+from headrace.model.visit import Block, BlockVisit, Call, VisitFunction
 from headrace.spec.model import BLOCK
 
 _BATCH = threading.local()
@@ -88,10 +90,11 @@ class TakenBlock(Taken):
         """One visit for these calls. What it gives each caller finishes the call in the caller's own thread."""
         visit = BlockVisit(self.stream, self.block, calls)
         tensors = [tensor for call in calls for tensor in call.packed.tensors]
-        trained = any(parameter.requires_grad for parameter in self.block.trained)
-        visit.needs_grad = trained or any(tensor.requires_grad for tensor in tensors)
-        anchor = torch.zeros((), requires_grad=trained)
-        results = VisitFunction.apply(visit, anchor, *tensors)  # type: ignore[no-untyped-call]
+        watched = self.block.sets_attributes is not False and self.stream.recompute
+        before = tensor_attributes(self.block.module) if watched else {}
+        results = VisitFunction.apply(visit, visit.anchor.tensor, *tensors)  # type: ignore[no-untyped-call]
+        if watched:
+            self.block.sets_attributes = guard_changes(self.block.module, self.block.name, before)
         ends, start = [], 0
         for call in calls:
             ends.append(_finisher(call, results[start : start + call.results]))

@@ -8,6 +8,7 @@ writes the home. During a lease the class is the ordinary one again and nothing 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
@@ -48,10 +49,41 @@ _LEAF_METHODS = {
 def writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
     """Whether a torch function writes into its first argument (or into `out`)."""
     name = getattr(func, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name == "__setitem__" or (name.startswith("__i") and name[3:-2] in _AUGMENTED) or "out" in kwargs
+    if func == _DATA_SET:
+        return True
+    in_place = name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES
+    augmented = name.startswith("__i") and name[3:-2] in _AUGMENTED
+    return in_place or name == "__setitem__" or augmented or kwargs.get("out") is not None
 
 
+def written_by(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """What a call of a torch function writes into."""
+    if not writes(func, kwargs):
+        return []
+    if kwargs.get("out") is not None:
+        return flat(kwargs["out"])
+    return flat(args[0] if args else next(iter(kwargs.values()), None))  # torch.nn.init names its only tensor
+
+
+def flat(item: Any) -> list[Any]:
+    """The parts of nested lists, tuples and dicts."""
+    if isinstance(item, dict):
+        item = tuple(item.values())
+    if isinstance(item, (list, tuple)):
+        return [leaf for part in item for leaf in flat(part)]
+    return [item]
+
+
+def as_views(result: Any, root: Tensor, build: Callable[[Tensor], Tensor]) -> Any:
+    """`result` with `build` around every tensor that lies in the memory of `root` (the parts of a split, say)."""
+    if isinstance(result, (list, tuple)) and type(result) in (list, tuple):
+        return type(result)(as_views(part, root, build) for part in result)
+    if type(result) is Tensor and result.untyped_storage().data_ptr() == root.untyped_storage().data_ptr():
+        return build(result)
+    return result
+
+
+_NO_WRITES = ("requires_grad_", "share_memory_")
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 _AUGMENTED = {"add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"}
 
@@ -77,32 +109,39 @@ class WeightValue(Tensor):
     """What `.data` and `detach()` of a parked parameter give: the value; writing into it writes the store."""
 
     _root: Tensor
-    _write: Callable[[Tensor], None]
+    _parameter: Parked
 
     @staticmethod
-    def of(value: Tensor, root: Tensor, write: Callable[[Tensor], None]) -> WeightValue:
+    def of(value: Tensor, root: Tensor, parameter: Parked) -> WeightValue:
+        """`value`: all of `root`, which was read for `parameter`, or a view of it."""
         result: WeightValue = torch.Tensor._make_subclass(WeightValue, value)
-        result._root, result._write = root, write
+        result._root, result._parameter = root, parameter
         return result
+
+    def _store(self) -> None:
+        """Write these elements home; others may have changed there since `root` was read."""
+        root, home = self._root, self._parameter._headrace_home
+        if self.dtype != root.dtype or self.numel() != root.numel():
+            root = home.read(self._parameter)
+            flat_root = root.as_strided((root.numel(),), (1,)).view(self.dtype)
+            flat_root.as_strided(self.shape, self.stride(), self.storage_offset()).copy_(self.plain())
+        home.write(self._parameter, root)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-            written = [args[0]] if args and writes(func, kwargs) else []
-            for target in written[0] if written and isinstance(written[0], (list, tuple)) else written:
+            for target in written_by(func, args, kwargs):
                 if isinstance(target, WeightValue):
-                    target._write(target._root)
-            first = args[0] if args else None
+                    target._store()
+            if func is WeightValue.plain:
+                return result
             # A view of the value must write through as well.
-            if (
-                type(result) is Tensor
-                and isinstance(first, WeightValue)
-                and func is not WeightValue.plain
-                and result.untyped_storage().data_ptr() == first._root.untyped_storage().data_ptr()
-            ):
-                return WeightValue.of(result, first._root, first._write)
+            for item in flat((args, kwargs)):
+                if isinstance(item, WeightValue):
+                    build = functools.partial(WeightValue.of, root=item._root, parameter=item._parameter)
+                    result = as_views(result, item._root, build)
         return result
 
     def plain(self) -> Tensor:
@@ -129,7 +168,7 @@ class Parked(nn.Parameter):
         name = getattr(func, "__name__", "")
         if name in ("__repr__", "__format__", "__str__"):
             with torch.no_grad():
-                return func(*_with_values(args), **kwargs)
+                return func(*(a._headrace_home.read(a) if isinstance(a, Parked) else a for a in args), **kwargs)
         if isinstance(first, Parked):
             if func == _DATA_SET:
                 first._headrace_home.write(first, args[1])
@@ -152,13 +191,15 @@ class Parked(nn.Parameter):
                     return func(*args, **kwargs)
             if func is Tensor.is_contiguous:
                 return True
-            if writes(func, kwargs):
+            if writes(func, kwargs) and kwargs.get("out") is None:
                 if torch.is_grad_enabled() and first.requires_grad:
                     raise RuntimeError("a leaf parameter that requires grad is written in place; use torch.no_grad()")
                 func(_value(first), *_with_values(args[1:]), **_with_values(kwargs))
                 return first
-        if writes(func, kwargs):  # torch._foreach_mul_([...]) and the like
-            args = (_with_values(args[0], keep=True), *_with_values(args[1:]))
+        if writes(func, kwargs):  # torch._foreach_mul_([...]), torch.nn.init and the like
+            if not args:
+                return func(**_with_values(kwargs, keep=True))
+            args = (_with_values(args[0], keep=kwargs.get("out") is None), *_with_values(args[1:]))
             return func(*args, **_with_values(kwargs))
         return func(*_with_values(args), **_with_values(kwargs))
 
@@ -173,20 +214,18 @@ class Parked(nn.Parameter):
 
 def _value(parameter: Parked) -> WeightValue:
     value = parameter._headrace_home.read(parameter)
-    return WeightValue.of(value, value, lambda root: parameter._headrace_home.write(parameter, root))
+    return WeightValue.of(value, value, parameter)
 
 
 def _with_values(item: Any, keep: bool = False) -> Any:
-    """`item` with every parked parameter replaced by its value (by a value that writes through, if `keep`)."""
+    """`item` with every parked parameter replaced by its value: one that writes through, and whose views do, unless a
+    gradient could be asked of it (`keep`: even then)."""
     if isinstance(item, Parked):
-        if keep:
+        if keep or not (item.requires_grad and torch.is_grad_enabled()):
             return _value(item)
-        value = item._headrace_home.read(item)
-        if item.requires_grad and torch.is_grad_enabled():
-            anchor = torch.zeros((), requires_grad=True)
-            label = getattr(item, "_headrace_name", "(unnamed)")
-            return _Read.apply(value, label, anchor)  # type: ignore[no-untyped-call]
-        return value
+        anchor = torch.zeros((), requires_grad=True)
+        label = getattr(item, "_headrace_name", "(unnamed)")
+        return _Read.apply(item._headrace_home.read(item), label, anchor)  # type: ignore[no-untyped-call]
     if isinstance(item, (list, tuple)):
         return type(item)(_with_values(part, keep) for part in item)
     if isinstance(item, dict):

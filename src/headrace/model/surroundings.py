@@ -27,6 +27,11 @@ class RandomState:
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return cls(torch.get_rng_state(), cuda, random.getstate(), np.random.get_state())
 
+    def changed(self, device: torch.device) -> bool:
+        """Whether torch has drawn random numbers since."""
+        cuda = self.cuda is not None and not torch.equal(self.cuda, torch.cuda.get_rng_state(device))
+        return cuda or not torch.equal(self.cpu, torch.get_rng_state())
+
     def restore(self, device: torch.device) -> None:
         random.setstate(self.python)
         np.random.set_state(self.numpy)
@@ -122,11 +127,3 @@ def record_outside(recorded: dict[Any, list[Any]]) -> None:
     if outer is not None:
         for key, values in recorded.items():
             outer[key].extend(values)
-
-
-def cache_class() -> type | None:
-    """transformers' Cache, if transformers is in use."""
-    import sys
-
-    module = sys.modules.get("transformers.cache_utils")
-    return getattr(module, "Cache", None) if module is not None else None

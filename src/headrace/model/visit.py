@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from headrace.base.errors import ModelError, StepError
+from headrace.base.errors import StepError
 from headrace.model import containers, rows
+from headrace.model.anchor import Anchor
 from headrace.model.containers import Packed
 from headrace.model.handles import weights_as_handles
 from headrace.model.surroundings import Autocast, Buffers, RandomState, recorded_keys, recording
@@ -37,6 +38,8 @@ class Block:
     shared: list[nn.Parameter] = field(default_factory=list)
     """Parameters inside it that other modules use too: they stay resident, outside its unit."""
     buffers: Buffers = field(init=False)
+    sets_attributes: bool | None = None
+    """Its forward puts tensors into attributes of its modules; None until the first call has shown it."""
     inputs_change: bool | None = None
     """Its forward writes into its arguments; None until the first call has shown it."""
     row_plans: dict[Any, rows.RowPlan | None] = field(default_factory=dict)
@@ -109,8 +112,12 @@ class BlockVisit:
         self.stream, self.block, self.calls = stream, block, calls
         self.autocast = Autocast.now(stream.device)
         self.counts = [len(call.packed.tensors) for call in calls]
-        self.needs_grad = True
+        self.anchor = Anchor(bool(block.trained))
+        inputs = (tensor for call in calls for tensor in call.packed.tensors)
+        self.needs_grad = bool(block.trained) or any(tensor.requires_grad for tensor in inputs)
         """Its node will be part of a graph."""
+        self.weights_wanted = True
+        """Its weights get gradients from the backward under way."""
         self.number = -1
         """Its position in the pass, given by the executor."""
         self.saved: Any = None
@@ -217,17 +224,25 @@ class BlockVisit:
         return self.block.row_plans[key]
 
     def _test_rows(self, call: Call, tensors: list[Tensor]) -> rows.RowPlan | None:
+        """The two-row test, in the block's own mode; in eval mode when it draws random numbers, which differ by row."""
         modes = [(module, module.training) for module in self.block.module.modules()]
-        if any(training and isinstance(module, nn.modules.batchnorm._BatchNorm) for module, training in modes):
-            return None  # statistics over all rows; the test below runs in eval mode and would not see them
         random = RandomState.now(self.stream.device)
         buffers = self.block.buffers
         values, change, buffers.change = buffers.values(), buffers.change, True
-        self.block.module.eval()
+        plan = None
         try:
-            with torch.no_grad(), buffers.as_of(values):
-                assert call.batch is not None
-                return rows.find(lambda ts: self._run(call, [t.clone() for t in ts]).tensors, tensors, call.batch)
+            for own_mode in (True, False):
+                if not own_mode:
+                    self.block.module.eval()
+                with torch.no_grad(), buffers.as_of(values):
+                    marks = buffers.marks()
+                    assert call.batch is not None
+                    plan = rows.find(lambda ts: self._run(call, [t.clone() for t in ts]).tensors, tensors, call.batch)
+                    if buffers.marks() != marks:
+                        return None  # it keeps statistics of what it sees: once a forward, over all rows
+                if not random.changed(self.stream.device):
+                    break
+            return plan
         finally:
             buffers.change = change
             for module, mode in modes:
@@ -264,14 +279,14 @@ class BlockVisit:
             ]
             pairs = [(o, g) for o, g in zip(outputs, wanted, strict=True) if g is not None and o.requires_grad]
             leaves = [leaf for leaf in inputs if leaf.requires_grad]
-            targets = [*leaves, *self.block.trained]
+            targets = [*leaves, *self.block.trained] if self.weights_wanted else leaves
             if pairs and targets:
                 # A kept graph ends in the accumulators of its forward; parking in between may have given the
                 # parameters new ones (torch does so when data changes device or dtype), which `inputs` would ask for.
                 kept = slice_.kept is not None
                 torch.autograd.backward(
                     [o for o, _ in pairs], [g for _, g in pairs], retain_graph=kept and _keeps_graph(),
-                    inputs=None if kept else targets,
+                    inputs=None if kept and self.weights_wanted else targets,
                 )  # fmt: skip
             for place, leaf in zip(parts, inputs, strict=True):
                 place.append(leaf.grad if leaf.requires_grad else None)
@@ -361,27 +376,3 @@ class VisitFunction(torch.autograd.Function):
             tensors = visit.stream.fetch(visit, ctx.saved_tensors)
             found = visit.backward(tensors, ctx.needs_input_grad[2:], grads)
         return (None, None, *found)
-
-
-def check_caches(args: tuple[Any, ...], kwargs: dict[str, Any], cache: type | None) -> tuple[Any, Any]:
-    """Arguments without caches: a recompute would fill them a second time. A cache with content is refused."""
-    if cache is None:
-        return args, kwargs
-
-    def leaf(item: Any) -> Any:
-        if not isinstance(item, cache):
-            return item
-        length = item.get_seq_length() if hasattr(item, "get_seq_length") else 0
-        if int(length) > 0:
-            raise ModelError(
-                "a block was called with a filled key-value cache while gradients are on",
-                f"it holds {int(length)} tokens",
-                "Train without a cache (prefix tuning cannot be streamed), or generate under torch.no_grad()",
-            )
-        return None
-
-    found = containers.leaves((args, kwargs))
-    if not any(isinstance(item, cache) for item in found):
-        return args, kwargs
-    result: tuple[Any, Any] = containers.transform((args, kwargs), leaf)
-    return result
