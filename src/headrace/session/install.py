@@ -107,7 +107,7 @@ def _guard(model: nn.Module, stream: Stream, undo: list[Callable[[], None]]) -> 
     model.__dict__["zero_grad"] = lambda set_to_none=True: owner(model).zero_grad()
     undo.append(lambda: model.__dict__.pop("zero_grad", None))
     guard(model, stream, undo)
-    if hasattr(model, "save_pretrained"):
+    if hasattr(model, "save_pretrained") and not hasattr(model, "peft_config"):  # peft saves adapters itself
         model.__dict__["save_pretrained"] = _saver(model)
         undo.append(lambda: model.__dict__.pop("save_pretrained", None))
 
@@ -129,7 +129,10 @@ def _saver(model: nn.Module) -> Callable[..., None]:
         from headrace.base.units import parse_bytes
         from headrace.checkpoint.export import save_pretrained as export
 
-        given = sorted(name for name, value in others.items() if value not in (None, False))
+        others.pop("safe_serialization", None)  # safetensors is the only format
+        given = sorted(name for name, value in others.items() if value is not None and value is not False)
+        if not str(save_directory):
+            raise OptionError("save_pretrained was given no folder", "got ''", "Name the folder to write to")
         if given:
             raise OptionError(
                 f"save_pretrained of a wrapped model cannot take {', '.join(given)}",
