@@ -117,9 +117,9 @@ def _load_tokenizer(config: RunConfig) -> Any:
     try:
         return AutoTokenizer.from_pretrained(place)
     except Exception as error:  # every way in which files, a network or a format can fail
-        first = str(error).splitlines()[0] if str(error) else ""
+        reason = " ".join(str(error).split())
         raise ModelError(
-            f"the tokenizer in {place} cannot be loaded", f"{type(error).__name__}: {first}",
+            f"the tokenizer in {place} cannot be loaded", f"{type(error).__name__}: {reason[:300]}",
             "Give a folder with tokenizer.json, or --tokenizer FOLDER",
         ) from error  # fmt: skip
 
