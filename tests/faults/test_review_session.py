@@ -14,8 +14,10 @@ from torch import nn
 
 import headrace
 from against_plain import assert_close, assert_equal, batch, gradients, sgd, streamed, toy, toy_loss, weights
-from headrace.base.errors import StepError
+from headrace.base.errors import HeadraceError, OptionError, StepError
 from headrace.optim import front
+from headrace.plan.place import Budgets
+from headrace.session.options import Options
 
 
 def compared(
@@ -198,3 +200,61 @@ def test_parameters_unfrozen_after_wrap_are_refused(name: str) -> None:
         ours.get_submodule(name).requires_grad_(False)
         toy_loss(ours, batch()).backward()
         driver.step()
+
+
+def events_of(model: Any, kind: str) -> list[str]:
+    return [str(event) for event in headrace.session(model).events if event.kind == kind]
+
+
+def test_options_that_do_nothing_say_so() -> None:
+    with streamed(toy(), threads=4000, accumulation=2) as (ours, _):
+        assert "asked=4000" in events_of(ours, "threads")[0].replace(": ", "=")
+        assert "on_nonfinite is 'skip'" in events_of(ours, "accumulation")[0]
+    with streamed(toy(), accumulation=2, on_nonfinite="stop", max_grad_norm=1.0) as (ours, _):
+        assert "max_grad_norm" in events_of(ours, "accumulation")[0]
+    with streamed(toy(), threads=1, accumulation=2, on_nonfinite="stop") as (ours, _):
+        assert not events_of(ours, "threads") and not events_of(ours, "accumulation")
+
+
+def test_a_device_beyond_the_gpus_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = sys.modules["headrace.session.wrap"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for asked in (None, "cuda"):
+        assert room._device(Options(device=asked)) == torch.device("cuda", 1)
+    assert room._device(Options(device="cuda:0")) == torch.device("cuda", 0)
+    with pytest.raises(OptionError, match="torch sees 2"):
+        room._device(Options(device="cuda:2"))
+
+
+def test_the_default_device_budget_is_checked_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = sys.modules["headrace.session.wrap"]
+    monkeypatch.setattr(room, "_budgets", lambda options, device: Budgets(1 << 30, 1 << 30, None, shared=True))
+    with streamed(toy()) as (ours, _):
+        session = headrace.session(ours)
+        assert session._trial.budget == session.memory_report()["device"]["budget"] == 1 << 30
+
+
+def test_errors_have_three_parts() -> None:
+    def refused(**options: Any) -> None:
+        headrace.wrap(toy(), device="cpu", **options)
+
+    with streamed(toy()) as (ours, driver):
+        faults: list[Callable[[], Any]] = [
+            lambda: refused(windw=3),
+            lambda: refused(placement={"weigths": "host"}),
+            lambda: headrace.wrap(toy().requires_grad_(False), device="cpu"),
+            lambda: headrace.wrap(ours, driver, device="cpu"),
+            lambda: headrace.session(toy()),
+            lambda: headrace.session(ours).read_weight("nothing"),
+            lambda: headrace.session(ours).gradient("norm.weight"),
+        ]
+        for fault in faults:
+            with pytest.raises(HeadraceError) as caught:
+                fault()
+            assert caught.value.what and caught.value.numbers and caught.value.advice, str(caught.value)
+    for closed in (lambda: toy_loss(ours, batch()), lambda: ours.blocks[0].gain + 1):
+        with pytest.raises(HeadraceError) as caught:
+            closed()
+        assert caught.value.what and caught.value.numbers and caught.value.advice, str(caught.value)

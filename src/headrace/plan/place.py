@@ -70,10 +70,12 @@ def choose(
         unknown = set(choice) - {"weights", "state"}
         if unknown:
             raise OptionError(
-                f"placement has an unknown region {sorted(unknown)[0]!r}", "", "Use 'weights' and 'state'"
+                f"placement has an unknown region {sorted(unknown)[0]!r}",
+                f"got {sorted(choice)}",
+                "Use 'weights', 'state' and 'inputs'",
             )
         weights = tiers_for(spec, choice.get("weights", HOST), "weights")
-        state = tiers_for(spec, choice.get("state", _follow(choice.get("weights", HOST))), "state")
+        state = tiers_for(spec, choice.get("state", choice.get("weights", HOST)), "state")  # it follows the weights
         _check_pairs(spec, weights, state)
         placement = replace(base, weights=weights, state=state)
         _require(spec, [(placement, 0.0)], budgets)
@@ -97,11 +99,6 @@ def choose(
         tried.append(f"{_tiers(placement)} {short[0]}")
     _require(spec, candidates, budgets)
     raise AssertionError("unreachable")
-
-
-def _follow(choice: Choice) -> Choice:
-    """State goes where the weights go when only these are placed."""
-    return choice
 
 
 def _tiers(placement: Placement) -> str:

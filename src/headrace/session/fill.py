@@ -99,7 +99,7 @@ def _hand_over(
         unpark(parameter)
         parameter.data = typed(regions.resident(unit.index), unit.weights)[index]
     else:
-        park(parameter, StoreHome(values, name, regions.device, lambda name: written()), name)
+        park(parameter, StoreHome(values, name, regions.device, written), name)
 
 
 def fill_state(optimizer: torch.optim.Optimizer, anatomy: Anatomy, values: Values) -> None:

@@ -37,7 +37,8 @@ class Options:
     recompute: bool = True
     """Recompute a block's activations in the backward instead of keeping them."""
     accumulation: int | None = None
-    """Micro-batches per optimizer step, when fixed. Declared, and without clipping, updates start in the backward."""
+    """Micro-batches per optimizer step, when fixed. Declared, with on_nonfinite="stop" and without max_grad_norm, each
+    block is updated inside the step's last backward; otherwise all wait for step(), which an event tells."""
     max_grad_norm: float | None = None
     """Clip the global L2 norm of all gradients to this."""
     moments: str = "float32"
@@ -45,13 +46,14 @@ class Options:
     overlap: bool = True
     """Copies, disk and updates run beside the compute. False: one after the other, with equal results."""
     threads: int | None = None
-    """Threads of the host update. Default: the CPUs this process may use, less two when a GPU is driven."""
+    """Threads of the host update, at most the CPUs this process may use. Default: these, less two when a GPU is
+    driven."""
     on_nonfinite: str = "skip"
     """"skip": a step with infinite or NaN gradients changes nothing. "stop": it raises."""
     lr: float | None = None
     """Learning rate of the AdamW that is made when no optimizer is given."""
     seed: int | None = None
-    """torch.manual_seed before weights are initialised."""
+    """torch.manual_seed at the start of `wrap`, for what the training draws. The weights have their values by then."""
     verbose: bool = False
     """Log events as warnings, so that they show."""
     check_memory: bool = True
@@ -89,7 +91,9 @@ def check(given: dict[str, Any]) -> Options:
     options = Options(**{name: value for name, value in given.items() if name in known})
     faults += [fault for name in known if (fault := _fault(name, getattr(options, name)))]
     if faults:
-        raise OptionError("; ".join(faults), "", f"Options: {', '.join(known)}")
+        raise OptionError(
+            "; ".join(faults), f"{len(faults)} faults in {len(given)} options given", f"Options: {', '.join(known)}"
+        )
     return options
 
 

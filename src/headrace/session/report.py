@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headrace.base.units import parse_bytes
 from headrace.hardware.limits import peak_rss
 from headrace.spec.footprint import footprint
 
 if TYPE_CHECKING:
     from headrace.session.session import Session
-
-
-@dataclass
-class Peaks:
-    """Largest device memory seen, in bytes. On the CPU: arena and saved inputs."""
-
-    device: int = 0
 
 
 def memory_report(session: Session) -> dict[str, Any]:
@@ -29,10 +20,9 @@ def memory_report(session: Session) -> dict[str, Any]:
     inputs = stream.inputs.host_bytes
     device = session.device
     peak = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else need.device_bytes
-    budget = session.options.device_memory
     disk = stream.regions.disk
     return {
-        "device": {**need.device, "peak": peak, "budget": None if budget is None else parse_bytes(budget)},
+        "device": {**need.device, "peak": peak, "budget": session.budgets.device},
         "host": {**need.host, "activations": inputs, "peak_rss": peak_rss()},
         "disk": {
             "weights": need.disk["weights"], "state": need.disk["state"],

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from headrace.base.errors import NonFiniteError, StepError
 from headrace.base.events import EventLog
-from headrace.base.units import parse_bytes
 from headrace.executor.actions import Actions
 from headrace.executor.executor import Executor
 from headrace.executor.passes import Pass
@@ -22,11 +21,12 @@ from headrace.executor.taken import Taken
 from headrace.executor.trial import Trial
 from headrace.model.units import Anatomy
 from headrace.optim.rules import Rule
+from headrace.plan.place import Budgets
 from headrace.schedule import build
 from headrace.schedule.op import Program
 from headrace.session.gradients import Gradients
 from headrace.session.options import Options
-from headrace.session.report import Peaks, memory_report
+from headrace.session.report import memory_report
 from headrace.session.rest import Rest
 from headrace.session.values import Values
 from headrace.spec.model import ModelSpec
@@ -41,6 +41,7 @@ class Session:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, anatomy: Anatomy,
         stream: Stream, values: Values, taken: list[Taken], undo: list[Callable[[], None]], events: EventLog,
+        budgets: Budgets,
     ) -> None:  # fmt: skip
         self.model, self.optimizer, self.options, self.anatomy = model, optimizer, options, anatomy
         self.events = events
@@ -62,11 +63,11 @@ class Session:
         self._early_notes: dict[str, Any] | None = None
         self._micro_batches = 0
         self._frozen = [p for p in anatomy.parameters.values() if not p.requires_grad]
-        self.peaks = Peaks()
         stream.early = self._early
         stream.begun, stream.ended = self._gradients.settle, self._gradients.show
-        budget = None if options.device_memory is None else parse_bytes(options.device_memory)
-        self._trial = Trial(budget, stream.sink, events)
+        self.budgets = budgets
+        """Bytes that may be used, by tier."""
+        self._trial = Trial(budgets.device, stream.sink, events)
         if options.check_memory:
             stream.trial = self._trial
 
@@ -214,7 +215,9 @@ class Session:
     def check_open(self) -> None:
         """Raise StepError when the session is closed."""
         if self.closed:
-            raise StepError("the session of this model is closed, and its weights with it", "", CLOSED)
+            raise StepError(
+                "the session of this model is closed, and its weights with it", f"{self.steps} steps were made", CLOSED
+            )
 
     def _settled(self, action: Callable[[], None]) -> None:
         """Run `action`, which raises what updates met. A step refused before it changed anything is then forgotten."""
@@ -246,7 +249,7 @@ class Session:
         name = self._name_of(parameter)
         if name is not None:
             self._values.write_state(name, state)
-            self.weights_changed(name)
+            self.weights_changed()
 
     def read_weight(self, name: str, master: bool = False) -> Tensor:
         """A weight by its name, in its dtype, or its exact fp32 master."""
@@ -259,8 +262,8 @@ class Session:
     def _name_of(self, parameter: nn.Parameter) -> str | None:
         return self._names.get(id(parameter))
 
-    def weights_changed(self, name: str) -> None:
-        """A weight was written from outside: what slots hold of it is stale."""
+    def weights_changed(self) -> None:
+        """Weights were written from outside: what slots hold of it is stale."""
         self._stream.forget_slots()
 
     def save(self, folder: str | Path) -> None:
@@ -269,7 +272,8 @@ class Session:
 
         self.wait()
         if self.broken:
-            raise StepError(self.broken, "", "Restore a checkpoint instead of saving this memory")
+            raise StepError(self.broken, f"{self.steps} steps were begun",
+                            "Call restore(folder) with an earlier checkpoint; this memory is not saved")  # fmt: skip
         if self._stream.held:
             self.events.add("checkpoint", "gradients that no step has used are not saved", units=len(self._stream.held))
         save_state(folder, self)
@@ -328,6 +332,9 @@ class Session:
         self._executor.close()
         for undo in reversed(self._undo):
             undo()
+        if self.device.type == "cuda":
+            with contextlib.suppress(RuntimeError):  # copies under way still use the page-locked memory
+                torch.cuda.synchronize(self.device)
         self._stream.inputs.close()
         self._stream.regions.close()
 

@@ -45,7 +45,7 @@ class Values:
         """Until no update of the unit is under way."""
         if self._closed:
             raise StepError(
-                "the weights of this model went with its closed session", "",
+                "the weights of this model are gone", "its session was closed, which drops them",
                 "Load the model again; headrace.unwrap(model) keeps the weights where close() drops them",
             )  # fmt: skip
         self._executor.wait(f"updated:u{unit}", f"home:u{unit}", f"state:u{unit}")
@@ -53,7 +53,10 @@ class Values:
     def pieces(self, name: str) -> list[tuple[Unit, int, Entry]]:
         """(unit, entry index, entry) of every slice of a parameter, in row order."""
         if name not in self._pieces:
-            raise OptionError(f"there is no weight called {name!r}", "", "Names are those of model.named_parameters()")
+            known = f"the model has {len(self._pieces)}"
+            raise OptionError(
+                f"there is no weight called {name!r}", known, "Names are those of model.named_parameters()"
+            )
         units = self._regions.spec.units
         return [(units[u], i, units[u].weights.entries[i]) for u, i in self._pieces[name]]
 
@@ -305,7 +308,7 @@ def _rows(tensor: Tensor, entry: Entry) -> Tensor:
 class StoreHome:
     """The home (model/parked.py) of a parked parameter. `written` is called after a write from outside."""
 
-    def __init__(self, values: Values, name: str, device: torch.device, written: Callable[[str], None]) -> None:
+    def __init__(self, values: Values, name: str, device: torch.device, written: Callable[[], None]) -> None:
         self._values, self._name, self.device, self._written = values, name, device, written
 
     def read(self, parameter: nn.Parameter) -> Tensor:
@@ -318,4 +321,4 @@ class StoreHome:
                 "Resize the model before wrapping it",
             )  # fmt: skip
         self._values.write_weight(self._name, value)
-        self._written(self._name)
+        self._written()

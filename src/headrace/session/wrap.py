@@ -55,7 +55,9 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **giv
     present = getattr(model, "_headrace_session", None)
     if present is not None:
         present.check_open()
-        raise StepError("this model is wrapped already", "", "Call headrace.unwrap(model) first")
+        raise StepError(
+            "this model is wrapped already", "a model has one session at a time", "Call headrace.unwrap(model) first"
+        )
     events = EventLog(options.verbose)
     if options.seed is not None:
         torch.manual_seed(options.seed)
@@ -63,10 +65,11 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **giv
     optimizer = _optimizer(model, optimizer, options)
     rule = rule_of(optimizer)
     anatomy = _anatomy(model, optimizer, rule, options, events)
-    placement = _place(anatomy, options, device, events)
+    budgets = _budgets(options, device)
+    placement = _place(anatomy, options, budgets, device, events)
     anatomy.spec = _widened(anatomy.spec, placement)
     with contextlib.ExitStack() as failed:
-        session = _open(model, optimizer, rule, anatomy, placement, device, options, events, failed)
+        session = _open(model, optimizer, rule, anatomy, placement, budgets, device, options, events, failed)
         object.__setattr__(model, "_headrace_session", session)
         failed.callback(delattr, model, "_headrace_session")
         front.take_over(optimizer, session)
@@ -86,14 +89,21 @@ def _device(options: Options) -> torch.device:
         raise OptionError("device is not supported", f"got {options.device!r}", 'Use "cuda" or "cpu"')
     if device.type == "cuda" and not torch.cuda.is_available():
         raise OptionError("device is a GPU", "torch sees none", "Use device='cpu', or install a torch built for CUDA")
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+    if device.type == "cpu":
+        return device
+    index, count = torch.cuda.current_device() if device.index is None else device.index, torch.cuda.device_count()
+    if index >= count:
+        raise OptionError("device is beyond the GPUs", f"got {options.device!r}, torch sees {count}",
+                          "Use one of " + ", ".join(f"cuda:{i}" for i in range(count)))  # fmt: skip
+    return torch.device("cuda", index)
 
 
 def _optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Options) -> torch.optim.Optimizer:
     trained = [p for p in model.parameters() if p.requires_grad]
     if optimizer is None:
         if not trained:
-            raise ModelError("the model has no parameter that requires a gradient", "", "Unfreeze some")
+            frozen = f"all {sum(1 for _ in model.parameters())} are frozen"
+            raise ModelError("the model has no parameter that requires a gradient", frozen, "Unfreeze some")
         return torch.optim.AdamW(trained, lr=1e-5 if options.lr is None else options.lr)
     if options.lr is not None:
         raise OptionError("lr is given beside an optimizer", f"lr={options.lr}", "Set lr in the optimizer")
@@ -130,6 +140,9 @@ def _anatomy(
         events.add("kernels", "fused=True: Headrace's own fused kernels update the weights where their state lives")
     stacks = find_blocks(model, options.blocks)
     events.add("blocks", "; ".join(map(str, stacks)))
+    if options.accumulation is not None and not options.updates_at_once:
+        why = "max_grad_norm needs all gradients" if options.max_grad_norm is not None else "on_nonfinite is 'skip'"
+        events.add("accumulation", f"updates wait for step(): {why}; accumulation changes nothing")
     state = rule.state(options.moments)
     narrow = _narrow(model, groups) if options.autocast else frozenset()
     return divide(model, stacks, groups, state, False, narrow, events)
@@ -150,8 +163,7 @@ def _narrow(model: nn.Module, groups: dict[int, int]) -> frozenset[int]:
     )
 
 
-def _place(anatomy: Anatomy, options: Options, device: torch.device, events: EventLog) -> Placement:
-    budgets = _budgets(options, device)
+def _place(anatomy: Anatomy, options: Options, budgets: Budgets, device: torch.device, events: EventLog) -> Placement:
     count = len(anatomy.spec.units)
     choice = options.placement
     inputs = HOST if device.type == "cuda" else DEVICE
@@ -197,12 +209,12 @@ def _widened(spec: ModelSpec, placement: Placement) -> ModelSpec:
 
 def _open(
     model: nn.Module, optimizer: torch.optim.Optimizer, rule: Rule, anatomy: Anatomy, placement: Placement,
-    device: torch.device, options: Options, events: EventLog, failed: contextlib.ExitStack,
+    budgets: Budgets, device: torch.device, options: Options, events: EventLog, failed: contextlib.ExitStack,
 ) -> Session:  # fmt: skip
     """Everything that is open for a model; `failed` takes what must be undone, last first, when wrap fails."""
     regions = Regions(anatomy.spec, placement, device, Path(options.disk_dir) if options.disk_dir else None, events)
     failed.callback(regions.close)
-    ops.set_threads(options.threads or max(1, ops.available_threads() - (2 if device.type == "cuda" else 0)))
+    _set_threads(options, device, events)
     _tell_kernels(device, events)
     ledger = Ledger(anatomy.spec, pinned=device.type == "cuda")
     inputs = InputStore(
@@ -222,7 +234,16 @@ def _open(
     failed.callback(_release, model, anatomy, values)
     fill_state(optimizer, anatomy, values)
     taken = install(model, anatomy, stream, undo)
-    return Session(model, optimizer, options, anatomy, stream, values, taken, undo, events)
+    return Session(model, optimizer, options, anatomy, stream, values, taken, undo, events, budgets)
+
+
+def _set_threads(options: Options, device: torch.device, events: EventLog) -> None:
+    available = ops.available_threads()
+    if options.threads is not None and options.threads > available:
+        events.add("threads", "fewer threads than asked: more than the CPUs would only take turns",
+                   asked=options.threads, used=available)  # fmt: skip
+    own = max(1, available - (2 if device.type == "cuda" else 0))
+    ops.set_threads(own if options.threads is None else min(options.threads, available))
 
 
 def _tell_kernels(device: torch.device, events: EventLog) -> None:
@@ -266,7 +287,8 @@ def session(model: nn.Module) -> Session:
     """The open session of a wrapped model. Raises StepError when there is none."""
     found = getattr(model, "_headrace_session", None)
     if not isinstance(found, Session):
-        raise StepError(f"this {type(model).__name__} is not wrapped", "", "Call headrace.wrap(model, optimizer) first")
+        raise StepError(f"this {type(model).__name__} is not wrapped", "it has no open session",
+                        "Call headrace.wrap(model, optimizer) first")  # fmt: skip
     return found
 
 

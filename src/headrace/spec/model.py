@@ -118,15 +118,6 @@ class ModelSpec:
     def region_bytes(self, region: str) -> int:
         return sum(unit.region_bytes(region) for unit in self.units)
 
-    @property
-    def slot_bytes(self) -> int:
-        """One slot holds any streaming unit's weights."""
-        return max((unit.weights.nbytes for unit in self.streaming), default=0)
-
-    @property
-    def grad_slot_bytes(self) -> int:
-        return max((unit.grads.nbytes for unit in self.streaming), default=0)
-
     def pieces(self) -> Iterator[tuple[Unit, int, Entry]]:
         """Every (unit, entry index, entry)."""
         for unit in self.units:

@@ -18,8 +18,6 @@ class Placement:
     """Weight slots on the device."""
     staged: bool
     """Disk weights stop in page-locked host memory on their way to the device (a CUDA device), or go straight to it."""
-    early_updates: bool = False
-    """Updates start during the backward."""
     offload: bool = False
     """Block inputs wait in host memory between forward and backward."""
     grad_slots: int = 2
