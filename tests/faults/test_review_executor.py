@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import headrace
-from against_plain import Toy, assert_close, batch, gradients, sgd, streamed, toy, toy_loss, weights
+from against_plain import Block, Toy, assert_close, batch, gradients, sgd, streamed, toy, toy_loss, weights
+from headrace.base.errors import StepError
 
 
 def window_gradients(model: nn.Module, fn: Callable[[Any, Tensor], Tensor], **options: Any) -> None:
@@ -153,3 +154,94 @@ def test_gradients_of_inputs_leave_weights_alone(options: dict[str, Any], state:
             optimizer.zero_grad()
             driver.zero_grad()
         assert_close(weights(ours), weights(plain))
+
+
+# -- inputs that wait on the host ----------------------------------------------------------------------------------
+
+
+def wide(count: int = 4) -> Toy:
+    """Hidden states of a batch of 64 are large enough to be sent to the host."""
+    return toy(blocks=[Block(20, 27) for _ in range(count)])
+
+
+def host_bytes(model: Any) -> int:
+    return headrace.session(model)._stream.inputs.host_bytes  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_places_of_saved_inputs_are_reused_while_the_loss_lives(overlap: bool) -> None:
+    model, ids = wide(), batch(64, 17)
+    plain = copy.deepcopy(model)
+    driver = sgd(plain)
+    with streamed(model, placement={"inputs": "host"}, overlap=overlap) as (ours, optimizer):
+        sizes, losses = [], []
+        for _ in range(4):
+            for side, theirs in ((plain, driver), (ours, optimizer)):
+                loss = toy_loss(side, ids)
+                loss.backward()
+                theirs.step()
+                theirs.zero_grad()
+                losses.append(loss)
+            sizes.append(host_bytes(ours))
+        assert len(set(sizes)) == 1 and sizes[0] >= 4 * 64 * 17 * 20 * 4
+        assert_close(weights(ours), weights(plain))
+
+
+def test_frozen_first_visits_still_send_their_inputs() -> None:
+    """The first block's input needs no gradient when the embedding is frozen; the later blocks' wait on the host."""
+    model, ids = wide(), batch(64, 17)
+    model.embed.requires_grad_(False)
+    plain = copy.deepcopy(model)
+    toy_loss(plain, ids).backward()
+    with streamed(model, placement={"inputs": "host"}) as (ours, _):
+        toy_loss(ours, ids).backward()
+        assert 3 * 64 * 17 * 20 * 4 <= host_bytes(ours) < 4 * 64 * 17 * 20 * 4
+        assert_close(gradients(ours), gradients(plain))
+
+
+def test_saved_inputs_that_grow_inside_a_pass() -> None:
+    class Growing(Toy):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            for block in self.blocks:
+                x = torch.cat([x, block(x)], 1)
+            return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model = Growing()
+    plain = copy.deepcopy(model)
+    with streamed(model, placement={"inputs": "host"}) as (ours, _):
+        for rows in (48, 64, 50):
+            for side in (plain, ours):
+                side.zero_grad()
+                side(batch(rows, 17)).square().mean().backward()
+            assert_close(gradients(ours), gradients(plain))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_input_modified_in_place_is_refused(overlap: bool) -> None:
+    """Plain PyTorch refuses it in the backward, and so does a stream whose inputs wait on the host."""
+
+    class Careless(Toy):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            for block in self.blocks:
+                y = block(x)
+                if self.training:
+                    x.mul_(0)
+                x = y
+            return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model, ids = Careless(), batch(64, 17)
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        toy_loss(copy.deepcopy(model), ids).backward()
+    with streamed(model, placement={"inputs": "host"}, overlap=overlap) as (ours, optimizer):
+        with pytest.raises(StepError, match="modified in place"):
+            toy_loss(ours, ids).backward()
+        optimizer.zero_grad()
+        ours.eval()
+        toy_loss(ours, ids).backward()
+        plain = copy.deepcopy(model).eval()
+        toy_loss(plain, ids).backward()
+        assert_close(gradients(ours), gradients(plain))

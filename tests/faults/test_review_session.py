@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -13,11 +14,24 @@ import torch
 from torch import nn
 
 import headrace
-from against_plain import assert_close, assert_equal, batch, gradients, sgd, streamed, toy, toy_loss, weights
-from headrace.base.errors import HeadraceError, OptionError, StepError
+from against_plain import (
+    Block,
+    Toy,
+    assert_close,
+    assert_equal,
+    batch,
+    gradients,
+    sgd,
+    streamed,
+    toy,
+    toy_loss,
+    weights,
+)
+from headrace.base.errors import HeadraceError, OptionError, PlanError, StepError
 from headrace.optim import front
 from headrace.plan.place import Budgets
 from headrace.session.options import Options
+from headrace.spec.footprint import round_up
 
 
 def compared(
@@ -258,3 +272,55 @@ def test_errors_have_three_parts() -> None:
         with pytest.raises(HeadraceError) as caught:
             closed()
         assert caught.value.what and caught.value.numbers and caught.value.advice, str(caught.value)
+
+
+def smallest(model: nn.Module, **options: Any) -> int:
+    """The host budget that wrap asks for."""
+    with pytest.raises(PlanError) as caught, streamed(model, host_memory=1, **options):
+        pass
+    return int(re.findall(r"\((\d+) bytes\)", str(caught.value))[-1])
+
+
+def test_gradients_that_grow_respect_the_host_budget_and_are_reported() -> None:
+    model = toy().to(torch.bfloat16)
+    plain = copy.deepcopy(model)
+    least = smallest(model)
+    with streamed(model, host_memory=least) as (ours, driver):
+        toy_loss(ours, batch()).backward()
+        with pytest.raises(PlanError, match=r"headrace\.accumulate"):
+            toy_loss(ours, batch(seed=1)).backward()
+        driver.zero_grad()
+        toy_loss(ours, batch()).backward()
+        driver.step()
+        toy_loss(plain, batch()).backward()
+        sgd(plain).step()
+        assert_close(weights(ours), weights(plain), 2e-2)
+    with streamed(model, host_memory=2 * least) as (ours, _):
+        session = headrace.session(ours)
+        before = session.memory_report()["host"]["grads"]
+        for seed in range(2):
+            toy_loss(ours, batch(seed=seed)).backward()
+        extra = sum(arena.nbytes for arena in session._stream.regions._extra)
+        assert extra > 0 and session.memory_report()["host"]["grads"] == before + extra
+
+
+@pytest.mark.parametrize("blocks", [0, 2, 9])
+def test_saved_inputs_beyond_the_host_budget_stay_on_the_device(blocks: int) -> None:
+    width, tiers = 64, {"weights": "host", "state": "host", "inputs": "host"}
+    torch.manual_seed(0)
+    model = Toy([Block(width, 27) for _ in range(4)], width=width)
+    plain = copy.deepcopy(model)
+    ids = batch(rows=16, length=33)
+    toy_loss(plain, ids).backward()
+    place = round_up(ids.numel() * width * 4)
+    budget = smallest(model, placement=tiers) + blocks * place
+    with streamed(model, placement=tiers, host_memory=budget) as (ours, driver):
+        session = headrace.session(ours)
+        for _ in range(3):
+            driver.zero_grad()
+            toy_loss(ours, ids).backward()
+            assert_close(gradients(ours), gradients(plain))
+            assert session.memory_report()["host"]["activations"] == min(blocks, 4) * place
+        assert len([text for text in events_of(ours, "inputs") if "host_memory has room" in text]) == (blocks < 4)
+        report = session.memory_report()["device"]
+        assert (report["peak"] > report["weights"] + report["grads"]) == (blocks > 0) == (report["activations"] > 0)

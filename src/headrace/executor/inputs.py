@@ -9,25 +9,38 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from headrace.base.errors import StepError
 from headrace.spec.footprint import round_up
 from headrace.store.memory import HostArena
 
 
 @dataclass(eq=False)
 class SavedInput:
-    """Tensors of one visit that wait in host memory. Empty until its SEND, `loaded` between LOAD and the backward."""
+    """Tensors of one visit that wait in host memory: `waiting` until their SEND, `loaded` from LOAD to the backward."""
 
-    shapes: list[torch.Size] = field(default_factory=list)
-    dtypes: list[torch.dtype] = field(default_factory=list)
-    waiting: list[Tensor] = field(default_factory=list)
+    shapes: list[torch.Size]
+    dtypes: list[torch.dtype]
+    waiting: list[Tensor]
     """Device tensors until they have been sent."""
+    marks: list[tuple[Tensor, int]]
+    """An empty alias of each that shares its version counter, and the version that was saved."""
     host: Tensor | None = None
     loaded: list[Tensor] = field(default_factory=list)
 
     @classmethod
     def of(cls, tensors: list[Tensor]) -> SavedInput:
         detached = [tensor.detach() for tensor in tensors]
-        return cls([t.shape for t in detached], [t.dtype for t in detached], detached)
+        return cls([t.shape for t in detached], [t.dtype for t in detached], detached, [_mark(t) for t in tensors])
+
+    def check(self) -> None:
+        """As autograd does for what it saves: a tensor that was written since is refused."""
+        for (alias, version), shape in zip(self.marks, self.shapes, strict=True):
+            if alias._version != version:
+                raise StepError(
+                    "an input of a block was modified in place before its backward",
+                    f"a tensor of shape {tuple(shape)} is at version {alias._version}, saved at version {version}",
+                    "Write x = x * 0.5 instead of x.mul_(0.5) for what a block has been given",
+                )
 
     @property
     def nbytes(self) -> int:
@@ -45,6 +58,12 @@ class SavedInput:
         return views
 
 
+def _mark(tensor: Tensor) -> tuple[Tensor, int]:
+    alias = tensor.detach()
+    alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # its memory goes, the counter stays
+    return alias, alias._version
+
+
 class InputStore:
     """Host places and device slots for saved inputs; sized by the first batch, grown by an event when one is larger."""
 
@@ -53,16 +72,33 @@ class InputStore:
         self._pools: list[HostArena] = []
         self._free: list[Tensor] = []
         self._slots: dict[str, Tensor] = {}
-        self._generation = 0
+        self._reserved = 0
+        """Bytes of all places, free or not."""
 
-    def reserve(self, visits: int, nbytes: int) -> None:
-        """Make sure that `visits` more inputs of `nbytes` each find a place. Called between passes, never in one."""
-        fitting = [place for place in self._free if place.numel() >= nbytes]
-        if len(fitting) >= visits:
-            return
-        if len(self._free) * (self._free[0].numel() if self._free else 0) == sum(pool.nbytes for pool in self._pools):
-            self._free.clear()  # nothing is out: replace instead of adding
-            self._generation += 1
+    def keep(self, record: SavedInput, visits: int) -> None:
+        """Give a record its place on the host until it is gone; room is made for `visits` of them when there is none.
+
+        [Note: Free places] Only the thread that computes takes places. Finalizers give them back on any thread, by one
+        append to the same list, so neither waits for the other.
+        """
+        place = self._take(record.nbytes)
+        if place is None:
+            self._grow(visits, record.nbytes)
+            place = self._take(record.nbytes)
+        assert place is not None
+        record.host = place
+        weakref.finalize(record, self._free.append, place)
+
+    def _take(self, nbytes: int) -> Tensor | None:
+        fitting = [(place.numel(), index) for index, place in enumerate(self._free) if place.numel() >= nbytes]
+        return self._free.pop(min(fitting)[1]) if fitting else None
+
+    def _grow(self, visits: int, nbytes: int) -> None:
+        if sum(place.numel() for place in self._free) == self._reserved:  # nothing is out: replace instead of adding
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)  # copies from them may be under way still
+            self._free.clear()
+            self._reserved = 0
             for pool in self._pools:
                 pool.close()
             self._pools.clear()
@@ -70,6 +106,7 @@ class InputStore:
         pool = HostArena(size * visits, self._device.type == "cuda")
         self._pools.append(pool)
         self._free.extend(pool.take(size) for _ in range(visits))
+        self._reserved += size * visits
         self._tell(f"host memory for the saved inputs of {visits} blocks", size * visits)
 
     @property
@@ -81,29 +118,18 @@ class InputStore:
         record = records.get(visit)
         if record is None or not record.waiting:
             return 0
-        place = next((p for p in self._free if p.numel() >= record.nbytes), None)
-        if place is None:  # a pass that was not foreseen: its inputs stay on the device
-            record.loaded, record.waiting = record.waiting, []
-            return 0
-        self._free = [p for p in self._free if p is not place]
-        record.host = place
-        weakref.finalize(record, self._give_back, place, self._generation)
-        for source, target in zip(record.waiting, record.views(place), strict=True):
+        assert record.host is not None
+        for source, target in zip(record.waiting, record.views(record.host), strict=True):
             target.copy_(source, non_blocking=True)
             if source.is_cuda:
                 source.record_stream(torch.cuda.current_stream(self._device))
         record.waiting = []
         return record.nbytes
 
-    def _give_back(self, place: Tensor, generation: int) -> None:
-        """A record is gone, and so is the need for its place (unless its pool was replaced meanwhile)."""
-        if generation == self._generation:
-            self._free.append(place)
-
     def load(self, records: dict[int, SavedInput], visit: int, place: str) -> int:
         """Bring a visit's tensors back to the device, into an input slot. Returns the bytes."""
         record = records.get(visit)
-        if record is None or record.host is None:
+        if record is None or record.host is None or record.waiting:
             return 0
         slot = self._slots.get(place)
         if slot is None or slot.numel() < record.nbytes:

@@ -152,19 +152,22 @@ class Stream:
                 kept[index] = None
         if sent:
             record = SavedInput.of(sent)
-            if visit.number == self._first_block(pass_):
-                self.inputs.reserve(sum(v.kind == BLOCK for v in self._predicted[True]), record.nbytes)
+            passed, expected = (sum(v.kind == BLOCK for v in vs) for vs in (pass_.visits, self._predicted[True]))
+            self.inputs.keep(record, max(1, expected - passed + 1))
             visit.saved.record = pass_.inputs[visit.number] = record
             pass_.visits[visit.number] = Visit(visit.block.unit, BLOCK, True, saves_input=True)
         return kept
 
-    def _first_block(self, pass_: Pass) -> int:
-        return next((n for n, visit in enumerate(pass_.visits) if visit.kind == BLOCK), -1)
-
     def fetch(self, visit: BlockVisit, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         record: SavedInput | None = visit.saved.record
+        if record is not None:
+            record.check()
         loaded = iter(record.loaded or record.waiting if record is not None else ())
         return [next(loaded) if tensor is None else tensor for tensor in tensors]
+
+    def let_go(self, visit: BlockVisit) -> None:
+        visit.saved.record = None
+        visit.saved.pass_.inputs.pop(visit.number, None)
 
     def tell_once(self, key: str, kind: str, text: str) -> None:
         self.events.once(key, kind, text)

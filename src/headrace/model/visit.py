@@ -70,6 +70,9 @@ class Stream(Protocol):
     def fetch(self, visit: BlockVisit, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         """All argument tensors again, inside the lease of the backward."""
 
+    def let_go(self, visit: BlockVisit) -> None:
+        """No other backward will fetch the visit's tensors."""
+
     def tell_once(self, key: str, kind: str, text: str) -> None: ...
 
 
@@ -375,4 +378,6 @@ class VisitFunction(torch.autograd.Function):
         with visit.stream.leased(visit, backward=True):
             tensors = visit.stream.fetch(visit, ctx.saved_tensors)
             found = visit.backward(tensors, ctx.needs_input_grad[2:], grads)
+        if not _keeps_graph():
+            visit.stream.let_go(visit)
         return (None, None, *found)
