@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import headrace
 from against_plain import Block, Toy, assert_close, batch, gradients, streamed, toy_loss
-from headrace.base.errors import ModelError
+from headrace.base.errors import ModelError, StepError
 
 
 def model_of(*blocks: nn.Module, kind: type[Toy] = Toy, **options: Any) -> Toy:
@@ -245,3 +245,34 @@ def test_writes_through_views_reach_the_weight(place: str, tmp_path: Any) -> Non
                 frozen[3:].mul_(2.0)
         assert torch.equal(ours.get_parameter("blocks.2.gain"), plain.get_parameter("blocks.2.gain"))
         assert torch.equal(ours(batch()), plain(batch()))
+
+
+def test_what_was_read_from_a_gradient_is_read_only() -> None:
+    plain = model_of()
+    ids = batch()
+    with streamed(plain) as (ours, _):
+        toy_loss(plain, ids).backward()
+        toy_loss(ours, ids).backward()
+        for name in ("blocks.1.up.weight", "head.weight", "norm.weight"):
+            held, value = ours.get_parameter(name).grad, plain.get_parameter(name).grad
+            assert held is not None and value is not None
+            writes: list[Any] = [
+                lambda g: g.mul_(0), lambda g: g.data.mul_(0), lambda g: g.detach().zero_(), lambda g: g[0:].mul_(0),
+                lambda g: g.view(-1)[0].fill_(1), lambda g: g.chunk(2)[0].add_(1), lambda g: g.__setitem__(0, 1.0),
+                lambda g: torch.mul(g, 2, out=g), lambda g: torch._foreach_mul_([g], 0.0),
+                lambda g: g.mT.data.neg_() if g.dim() == 2 else g.neg_(), lambda g: nn.init.zeros_(g),
+                lambda g: g.float().clamp_(0, 0), lambda g: setattr(g, "data", g * 0),
+                lambda g: setattr(g.data, "data", g * 0),
+                lambda g: torch.nn.utils.clip_grad_value_(ours.parameters(), 1e-9),
+            ]  # fmt: skip
+            for number, write in enumerate(writes):
+                with torch.no_grad(), pytest.raises(StepError, match="cannot be changed"):
+                    write(held)
+                torch.testing.assert_close(held.clone(), value, rtol=1e-4, atol=1e-6, msg=f"{name}, write {number}")
+            total = torch.zeros_like(value)
+            total.add_(held).add_(held.data[:])  # reading it into another tensor is no write
+            own = held.data.clone().mul_(0.5)
+            out = torch.mul(held, 2.0, out=torch.empty_like(value))
+            for read in (total * 0.5, own * 2, out * 0.5, copy.deepcopy(held.data), held.detach().tolist()):
+                torch.testing.assert_close(torch.as_tensor(read), value, rtol=1e-4, atol=1e-6)
+                assert type(read) in (Tensor, list)

@@ -68,8 +68,6 @@ class ReadGradient(Tensor):
 def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     name = getattr(func, "__name__", "")
     targets = written_by(func, args, kwargs)
-    if name.startswith(("_foreach_mul", "_foreach_div", "_amp_foreach")):  # what clipping calls before it writes
-        targets = flat(args)
     if any(isinstance(target, (HeldGradient, ReadGradient)) for target in targets):
         raise StepError(
             f"gradients cannot be changed through parameter.grad ({name})",
