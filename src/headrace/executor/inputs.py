@@ -74,27 +74,41 @@ class InputStore:
         self._slots: dict[str, Tensor] = {}
         self._reserved = 0
         """Bytes of all places, free or not."""
+        self.room: Callable[[], int | None] = lambda: None
+        """Bytes of host memory that may still be used; None: no limit."""
+        self._short = False
 
     def keep(self, record: SavedInput, visits: int) -> None:
         """Give a record its place on the host until it is gone; room is made for `visits` of them when there is none.
 
         [Note: Free places] Only the thread that computes takes places. Finalizers give them back on any thread, by one
-        append to the same list, so neither waits for the other.
+        append to the same list, so neither waits for the other. A record without a place stays on the device.
         """
         place = self._take(record.nbytes)
         if place is None:
             self._grow(visits, record.nbytes)
             place = self._take(record.nbytes)
-        assert place is not None
-        record.host = place
-        weakref.finalize(record, self._free.append, place)
+        if place is not None:
+            record.host = place
+            weakref.finalize(record, self._free.append, place)
 
     def _take(self, nbytes: int) -> Tensor | None:
         fitting = [(place.numel(), index) for index, place in enumerate(self._free) if place.numel() >= nbytes]
         return self._free.pop(min(fitting)[1]) if fitting else None
 
     def _grow(self, visits: int, nbytes: int) -> None:
-        if sum(place.numel() for place in self._free) == self._reserved:  # nothing is out: replace instead of adding
+        size, room = round_up(nbytes), self.room()
+        idle = sum(place.numel() for place in self._free) == self._reserved
+        if room is not None:
+            fit = max(0, room + (self.host_bytes if idle else 0)) // max(size, 1)
+            if fit < visits and not self._short:
+                self._short = True
+                self._tell(f"host_memory has room for the saved inputs of {fit} more blocks, not of {visits}: the "
+                           "others stay on the device", size * fit)  # fmt: skip
+            visits = min(visits, fit)
+            if not visits:
+                return
+        if idle:  # nothing is out: replace instead of adding
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # copies from them may be under way still
             self._free.clear()
@@ -102,7 +116,6 @@ class InputStore:
             for pool in self._pools:
                 pool.close()
             self._pools.clear()
-        size = round_up(nbytes)
         pool = HostArena(size * visits, self._device.type == "cuda")
         self._pools.append(pool)
         self._free.extend(pool.take(size) for _ in range(visits))
@@ -113,12 +126,16 @@ class InputStore:
     def host_bytes(self) -> int:
         return sum(pool.nbytes for pool in self._pools)
 
+    @property
+    def device_bytes(self) -> int:
+        """Device slots that saved inputs return to."""
+        return sum(slot.nbytes for slot in self._slots.values())
+
     def send(self, records: dict[int, SavedInput], visit: int) -> int:
         """Copy a visit's tensors to the host and let the device's go. Returns the bytes."""
         record = records.get(visit)
-        if record is None or not record.waiting:
+        if record is None or record.host is None or not record.waiting:
             return 0
-        assert record.host is not None
         for source, target in zip(record.waiting, record.views(record.host), strict=True):
             target.copy_(source, non_blocking=True)
             if source.is_cuda:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace.hardware.limits import peak_rss
-from headrace.spec.footprint import footprint
 
 if TYPE_CHECKING:
     from headrace.session.session import Session
@@ -16,13 +15,13 @@ if TYPE_CHECKING:
 def memory_report(session: Session) -> dict[str, Any]:
     """See Session.memory_report."""
     stream = session._stream
-    need = footprint(session.spec, session.placement)
-    inputs = stream.inputs.host_bytes
+    need = stream.regions.allocated
+    inputs, slots = stream.inputs.host_bytes, stream.inputs.device_bytes
     device = session.device
-    peak = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else need.device_bytes
+    peak = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else need.device_bytes + slots
     disk = stream.regions.disk
     return {
-        "device": {**need.device, "peak": peak, "budget": session.budgets.device},
+        "device": {**need.device, "activations": slots, "peak": peak, "budget": session.budgets.device},
         "host": {**need.host, "activations": inputs, "peak_rss": peak_rss()},
         "disk": {
             "weights": need.disk["weights"], "state": need.disk["state"],

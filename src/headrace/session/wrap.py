@@ -212,7 +212,8 @@ def _open(
     budgets: Budgets, device: torch.device, options: Options, events: EventLog, failed: contextlib.ExitStack,
 ) -> Session:  # fmt: skip
     """Everything that is open for a model; `failed` takes what must be undone, last first, when wrap fails."""
-    regions = Regions(anatomy.spec, placement, device, Path(options.disk_dir) if options.disk_dir else None, events)
+    regions = Regions(anatomy.spec, placement, device, Path(options.disk_dir) if options.disk_dir else None, events,
+                      budgets.host)  # fmt: skip
     failed.callback(regions.close)
     _set_threads(options, device, events)
     _tell_kernels(device, events)
@@ -220,6 +221,7 @@ def _open(
     inputs = InputStore(
         device, placement.input_slots, lambda text, size: events.add("inputs", text, bytes=format_bytes(size))
     )
+    inputs.room, regions.others = lambda: regions.host_room, lambda: inputs.host_bytes
     actions = Actions(regions, ledger, rule, inputs, events, options.max_grad_norm, options.on_nonfinite, options.debug)
     executor = Executor(device, actions, options.overlap)
     failed.callback(executor.close)

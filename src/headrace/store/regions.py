@@ -12,8 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from headrace.base.errors import PlanError
 from headrace.base.events import EventLog
-from headrace.spec.footprint import needs_total, ring_bytes, round_up, stage_bytes, total_bytes
+from headrace.base.units import format_bytes
+from headrace.spec.footprint import Footprint, footprint, needs_total, ring_bytes, round_up, stage_bytes, total_bytes
 from headrace.spec.layout import Layout
 from headrace.spec.model import REST, ModelSpec, Unit
 from headrace.spec.placement import DEVICE, DISK, Placement
@@ -40,8 +42,12 @@ class Regions:
 
     def __init__(
         self, spec: ModelSpec, placement: Placement, device: torch.device, disk_dir: Path | None,
-        events: EventLog,
+        events: EventLog, host_budget: int | None = None,
     ) -> None:  # fmt: skip
+        """`host_budget`: most bytes of RAM that the session may use; None: no limit."""
+        self._opened, self._host_budget = footprint(spec, placement), host_budget
+        self.others: Callable[[], int] = lambda: 0
+        """Bytes of RAM that the session uses beside these regions."""
         self.spec, self.placement, self.device = spec, placement, device
         self._pin = device.type == "cuda"
         self._homes: dict[tuple[int, str], Tensor] = {}
@@ -116,11 +122,10 @@ class Regions:
         """From now on every block has a place for its gradients in host memory, and none passes the ring. Returns the
         bytes of the memory that this takes."""
         passing = [u for u in self.spec.units if u.passes_ring and (u.index, "grads") not in self._homes]
-        arena = HostArena(sum(round_up(unit.grads.nbytes) for unit in passing), self._pin)
+        arena = self._more([unit.grads.nbytes for unit in passing], "a backward without updates")
         for unit in passing:
             self._homes[unit.index, "grads"] = arena.take(round_up(unit.grads.nbytes))[: unit.grads.nbytes]
         self.placement = replace(self.placement, ring=0)
-        self._extra.append(arena)
         return arena.nbytes
 
     def widen(self, units: Iterable[int]) -> int:
@@ -128,16 +133,46 @@ class Regions:
         bytes of the memory that this takes."""
         chosen = {u for u in units if (u, "grads") in self._homes and not self.spec.units[u].wide_grads}
         wide = tuple(replace(unit, wide_grads=True) if unit.index in chosen else unit for unit in self.spec.units)
-        arena = HostArena(sum(round_up(wide[u].grads.nbytes) for u in chosen), self._pin)
+        arena = self._more([wide[u].grads.nbytes for u in chosen], "adding up gradients in fp32")
+        regions = {}
         for index in sorted(chosen):
             region = arena.take(round_up(wide[index].grads.nbytes))[: wide[index].grads.nbytes]
             old = typed(self._homes[index, "grads"], self.spec.units[index].grads)
             for target, source in zip(typed(region, wide[index].grads), old, strict=True):
                 target.copy_(source)
-            self._homes[index, "grads"] = region
+            regions[index, "grads"] = region
         self.spec = replace(self.spec, units=wide)
-        self._extra.append(arena)
+        self._homes.update(regions)
         return arena.nbytes
+
+    def _more(self, sizes: list[int], purpose: str) -> HostArena:
+        """Host memory for regions of `sizes` bytes, on top of what was planned. Raises PlanError beyond the budget."""
+        nbytes, room = sum(map(round_up, sizes)), self.host_room
+        if room is not None and nbytes > room:
+            raise PlanError(
+                f"{purpose} needs more host memory than host_memory leaves",
+                f"{format_bytes(nbytes)}, {format_bytes(max(room, 0))} are left",
+                "Use headrace.accumulate(fn, micro_batches) for several micro-batches, which needs none of it; declare "
+                "accumulation as it is; or raise host_memory",
+            )
+        self._extra.append(HostArena(nbytes, self._pin))
+        return self._extra[-1]
+
+    @property
+    def host_room(self) -> int | None:
+        """Bytes of the host budget that nothing uses yet; None without a budget."""
+        if self._host_budget is None:
+            return None
+        shared = self.device_arena.nbytes if self.device.type == "cpu" else 0
+        extra = sum(arena.nbytes for arena in self._extra)
+        return self._host_budget - self.host_arena.nbytes - shared - extra - self.others()
+
+    @property
+    def allocated(self) -> Footprint:
+        """Bytes by tier and region as they are now: what was planned, and what gradients took on top."""
+        host = dict(self._opened.host)
+        host["grads"] += sum(arena.nbytes for arena in self._extra)
+        return replace(self._opened, host=host)
 
     def home(self, unit: int, region: str) -> Tensor | None:
         """The region's memory, or None when its home is the disk."""
