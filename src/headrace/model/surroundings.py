@@ -57,6 +57,16 @@ class Autocast:
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
 
 
+class BufferMark:
+    """A buffer and its version. It holds the tensor: the id of a freed one may come back as another's."""
+
+    def __init__(self, tensor: Tensor | None) -> None:
+        self._tensor, self._version = tensor, 0 if tensor is None else tensor._version
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BufferMark) and self._tensor is other._tensor and self._version == other._version
+
+
 class Buffers:
     """A module's buffers. A forward that changes them is run twice, but must change them once."""
 
@@ -69,9 +79,9 @@ class Buffers:
         """Copies of all buffers."""
         return [None if (b := owner._buffers[name]) is None else b.detach().clone() for owner, name in self._owners]
 
-    def marks(self) -> list[tuple[int, int]]:
+    def marks(self) -> list[BufferMark]:
         """Cheap marks that differ after a change."""
-        return [(id(b), 0 if b is None else b._version) for b in (owner._buffers[name] for owner, name in self._owners)]
+        return [BufferMark(owner._buffers[name]) for owner, name in self._owners]
 
     @contextlib.contextmanager
     def as_of(self, values: list[Tensor | None] | None) -> Iterator[None]:
