@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import headrace
-from against_plain import Block, Toy, assert_close, batch, gradients, streamed, toy_loss
-from headrace.base.errors import ModelError, StepError
+from against_plain import Block, Toy, assert_close, batch, gradients, sgd, streamed, toy_loss
+from headrace.base.errors import ModelError, OptionError, StepError
 
 
 def model_of(*blocks: nn.Module, kind: type[Toy] = Toy, **options: Any) -> Toy:
@@ -276,3 +276,78 @@ def test_what_was_read_from_a_gradient_is_read_only() -> None:
             for read in (total * 0.5, own * 2, out * 0.5, copy.deepcopy(held.data), held.detach().tolist()):
                 torch.testing.assert_close(torch.as_tensor(read), value, rtol=1e-4, atol=1e-6)
                 assert type(read) in (Tensor, list)
+
+
+class Assigning(Block):
+    """Gives its buffer a new tensor, `times` times in one forward."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__(20, 27)
+        self.times = times
+        self.register_buffer("count", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            self.count = self.count + 1
+        return super().forward(x) * self.count
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_buffers_that_are_assigned_several_times_are_updated_once(times: int) -> None:
+    plain = model_of(*(Assigning(times) for _ in range(3)))
+    ids = batch()
+    with streamed(plain) as (ours, _):
+        for _ in range(2):
+            toy_loss(plain, ids).backward()
+            toy_loss(ours, ids).backward()
+        assert_close(gradients(ours), gradients(plain))
+        for name, buffer in plain.named_buffers():
+            assert torch.equal(ours.get_buffer(name), buffer), name
+
+
+class Balanced(Block):
+    """Returns a loss of its own beside the hidden states: nearly the same whichever rows it is taken over."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__(20, 27)
+        self.shape = shape
+
+    def forward(self, x: Tensor) -> Any:
+        found = super().forward(x)
+        mean = 1 + 1e-5 * torch.tanh(found.mean((0, 1)))
+        return found, mean.mean().reshape(self.shape) if self.shape != (20,) else mean
+
+
+class BalancedToy(Toy):
+    def forward(self, ids: Tensor) -> Tensor:
+        x, extra = self.embed(ids), 0
+        for block in self.blocks:
+            x, own = block(x)
+            extra = extra + own.sum()
+        logits: Tensor = self.head(self.norm(x)) * (1e5 * (extra - extra.detach()) + 1)
+        return logits
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (20,)])
+def test_outputs_that_rows_share_only_nearly_run_whole(shape: tuple[int, ...]) -> None:
+    model = model_of(*(Balanced(shape) for _ in range(3)), kind=BalancedToy)
+    events = check(model, rows=1)
+    assert any("Balanced runs whole" in event for event in events)
+
+
+def test_blocks_inside_each_other_are_refused() -> None:
+    model = model_of()
+    inner = [model.blocks[0], model.blocks[0].up, model.blocks[1]]
+    for blocks in (inner, inner[::-1]):
+        with pytest.raises(OptionError, match=r"blocks\.0\.up is part of blocks\.0"):
+            headrace.wrap(model, sgd(model), device="cpu", blocks=blocks)
+    check(model, blocks=None)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.uint16])
+@pytest.mark.parametrize("place", ["norm", "blocks.1"])
+def test_frozen_weights_of_other_formats_are_refused(dtype: torch.dtype, place: str) -> None:
+    model = model_of()
+    model.get_submodule(place).odd = nn.Parameter(torch.zeros(3, dtype=dtype), requires_grad=False)
+    with pytest.raises(ModelError, match=f"{place}.odd is {str(dtype)[6:]}"):
+        headrace.wrap(model, sgd(model), device="cpu")

@@ -112,4 +112,12 @@ def _named(model: nn.Module, blocks: str | Sequence[str] | Sequence[nn.Module]) 
             stacks.append(Stack(item, tuple(_children(found))))
     if not any(stack.blocks for stack in stacks):
         raise OptionError("blocks is empty", f"got {wanted!r}", "Name a list of modules with parameters")
+    chosen = {id(block) for stack in stacks for block in stack.blocks}
+    for block in (block for stack in stacks for block in stack.blocks):
+        for name, module in block.named_modules():
+            if name and id(module) in chosen:
+                raise OptionError(
+                    "blocks lie inside each other", f"{names[id(module)]} is part of {names[id(block)]}",
+                    "Name one of the two: a weight has one block",
+                )  # fmt: skip
     return stacks

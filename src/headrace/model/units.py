@@ -13,6 +13,7 @@ from headrace.base.errors import ModelError
 from headrace.base.events import EventLog
 from headrace.model.blocks import Stack
 from headrace.model.lookup import only_looks_up
+from headrace.spec.formats import ITEMSIZE
 from headrace.spec.layout import Entry, place
 from headrace.spec.model import BLOCK, REST, TILE, Matrix, ModelSpec, StateSpec, Unit
 
@@ -60,6 +61,7 @@ def divide(
     `groups`: optimizer group by id of parameter; parameters outside it are not trained. `wide`: gradients are summed
     over several backwards. `narrow`: ids of fp32 parameters that stream as bf16 (autocast).
     """
+    _check_dtypes(dict(model.named_parameters()), groups)
     names = {id(p): name for name, p in model.named_parameters()}
     parameters = dict(model.named_parameters())
     owners = _owners(model, stacks)
@@ -121,7 +123,6 @@ def divide(
     if rest:
         units.append(Unit(len(units), "rest", REST, place([entry(p) for p in rest]), state, wide_grads=True))
     anatomy.spec = ModelSpec(tuple(units), tuple(matrices))
-    _check_dtypes(parameters, groups)
     return anatomy
 
 
@@ -185,6 +186,13 @@ def _has_hooks(p: Any) -> bool:
 
 
 def _check_dtypes(parameters: Mapping[str, nn.Parameter], groups: Mapping[int, int]) -> None:
+    unknown = [name for name, p in parameters.items() if str(p.dtype).removeprefix("torch.") not in ITEMSIZE]
+    if unknown:
+        raise ModelError(
+            f"the weight {unknown[0]} is {str(parameters[unknown[0]].dtype).removeprefix('torch.')}",
+            f"{len(unknown)} of {len(parameters)} weights have formats that are not stored: {', '.join(ITEMSIZE)} are",
+            "Convert these weights, or make them buffers (register_buffer): those stay as they are",
+        )
     bad = [(name, p.dtype) for name, p in parameters.items() if id(p) in groups and p.dtype not in TRAINABLE_DTYPES]
     if bad:
         name, dtype = bad[0]
