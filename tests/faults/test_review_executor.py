@@ -245,3 +245,76 @@ def test_an_input_modified_in_place_is_refused(overlap: bool) -> None:
         plain = copy.deepcopy(model).eval()
         toy_loss(plain, ids).backward()
         assert_close(gradients(ours), gradients(plain))
+
+
+# -- arguments and weights -----------------------------------------------------------------------------------------
+
+
+def test_head_and_embedding_called_by_keyword() -> None:
+    """torch calls their parameter `input`."""
+
+    class Named(Toy):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(input=ids)
+            for block in self.blocks:
+                x = block(x)
+            return self.head(input=self.norm(x))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model = Named()
+    plain = copy.deepcopy(model)
+    toy_loss(plain, batch()).backward()
+    with streamed(model) as (ours, _):
+        toy_loss(ours, batch()).backward()
+        assert_close(gradients(ours), gradients(plain))
+
+
+@pytest.mark.parametrize("name", ["head.weight", "embed.weight", "blocks.1.gain"])
+def test_a_streamed_weight_as_argument_of_a_block_is_refused(name: str) -> None:
+    class Borrower(Block):
+        def forward(self, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x) + weight.mean()
+
+    class Lender(Toy):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            for block in self.blocks:
+                x = block(x, self.get_parameter(name))
+            return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+    with streamed(Lender([Borrower(20, 27) for _ in range(3)])) as (ours, _):
+        with pytest.raises(StepError, match=f"given the weight {name}"):
+            ours(batch())
+        with torch.no_grad():
+            assert ours(batch()).isfinite().all()
+
+
+def test_an_optimizer_of_part_of_the_rest() -> None:
+    """Weights outside the optimizer stay as they are; the others are trained as in plain PyTorch."""
+    model = toy()
+    plain = copy.deepcopy(model)
+
+    def part(side: nn.Module, **options: Any) -> torch.optim.Optimizer:
+        skipped = ("norm.bias", "embed.weight", "blocks.1.up.bias")
+        return torch.optim.SGD([p for n, p in side.named_parameters() if n not in skipped], lr=0.5)
+
+    driver = part(plain)
+    with streamed(model, part) as (ours, optimizer):
+        for _ in range(2):
+            for side, theirs in ((plain, driver), (ours, optimizer)):
+                toy_loss(side, batch()).backward()
+                theirs.step()
+                theirs.zero_grad()
+        assert_close(weights(ours), weights(plain))
+
+
+def test_a_gradient_without_a_place_is_an_error() -> None:
+    """A gradient of a streamed weight that no backward of its module collects raises instead of vanishing."""
+    with streamed(toy()) as (ours, _):
+        stream, block = headrace.session(ours)._stream, ours.blocks[0].forward.block
+        region = torch.zeros(stream.spec.units[block.unit].weights.nbytes, dtype=torch.uint8)
+        with stream.pointed(block.unit, block.parameters, region):
+            with pytest.raises(StepError, match="outside its module's backward"):
+                block.parameters[0].square().sum().backward()
+            with stream.sink.ignoring():
+                block.parameters[0].square().sum().backward()

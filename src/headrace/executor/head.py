@@ -27,7 +27,6 @@ class TakenHead:
 
     matrix: int
     module: nn.Linear
-    original: Callable[[Tensor], Tensor]
 
 
 @dataclass(eq=False)

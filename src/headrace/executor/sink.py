@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from headrace.base.errors import StepError
 from headrace.kernels import ops
 from headrace.optim.ledger import Arrival, Ledger
 from headrace.spec.footprint import needs_total
@@ -30,6 +31,10 @@ class Sink:
         self._targets: dict[int, Tensor] = {}
         self._taken: set[int] = set()
         self._rest: dict[int, tuple[int, Tensor]] = {}
+        self._ignoring = False
+        trained = (entry for _, _, entry in regions.spec.pieces() if entry.trainable)
+        self._streamed = {entry.name for entry in trained}
+        """Names of trained weights: for those that are parked, each gradient must have a target."""
         self.rest_present: list[bool] = []
         """One for each trained entry of the rest: it got a gradient since its last update."""
 
@@ -44,7 +49,7 @@ class Sink:
         if region is None:
             return
         views = typed(region, unit.grads)
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        trained = list(parameters)[: len(unit.trained.entries)]  # those that the optimizer knows come first
         self._rest = {id(p): (number, view) for number, (p, view) in enumerate(zip(trained, views, strict=True))}
         self._rest_unit = unit
         self.rest_present = [False] * len(trained)
@@ -88,6 +93,12 @@ class Sink:
             if key in self._rest:
                 assert isinstance(parameter, nn.Parameter)
                 self.add_rest(parameter, grad)
+            elif getattr(parameter, "_headrace_name", None) in self._streamed and not self._ignoring:
+                raise StepError(
+                    f"a gradient of {parameter._headrace_name} arrived outside its module's backward",  # type: ignore[attr-defined]
+                    "it would be lost",
+                    "Use the weight inside its own module only, or keep that module out of streaming",
+                )
             return
         if key in self._taken:
             target.add_(grad)
@@ -123,11 +134,11 @@ class Sink:
     @contextlib.contextmanager
     def ignoring(self) -> Iterator[None]:
         """Gradients are thrown away inside."""
-        rest, self._rest = self._rest, {}
+        rest, self._rest, self._ignoring = self._rest, {}, True
         try:
             yield
         finally:
-            self._rest = rest
+            self._rest, self._ignoring = rest, False
 
     def tile(self, unit: Unit, place: str) -> tuple[Tensor, Callable[[], Arrival]]:
         """(fp32 buffer (rows, columns) to add a tile's gradient to, what to call at the end)."""

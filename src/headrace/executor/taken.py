@@ -18,6 +18,7 @@ from headrace.loss.lazy import LazyLogits
 from headrace.loss.tiled import HeadSpec, reduce_losses
 from headrace.model.caches import cache_class, check_caches
 from headrace.model.containers import containers, leaves, write_back
+from headrace.model.parked import is_parked
 from headrace.model.side import guard_changes, tensor_attributes
 from headrace.model.surroundings import Autocast, record_outside
 from headrace.model.visit import Block, BlockVisit, Call, VisitFunction
@@ -70,6 +71,7 @@ class TakenBlock(Taken):
             plain = (contextvars.copy_context(), args, kwargs, Autocast.now(stream.device))
             return meet(("block", id(block)), plain, self._run_all)
         call = Call(*check_caches(args, kwargs, cache_class()), current_batch())
+        _refuse_parked(block, call.packed.tensors)
         call.given = (args, kwargs)  # the caller's own containers are given what the block writes into its copies
         return meet(("block", id(block)), call, self._visit_all)()
 
@@ -102,6 +104,16 @@ class TakenBlock(Taken):
         return ends
 
     __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+def _refuse_parked(block: Block, tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        if is_parked(tensor):
+            raise StepError(
+                f"{block.name} was given the weight {getattr(tensor, '_headrace_name', '(unnamed)')} as an argument",
+                f"a weight of shape {tuple(tensor.shape)} that streams; its gradient would be lost",
+                "Pass weight.detach() when it needs no gradient there, or keep its module out of streaming",
+            )
 
 
 def _finisher(call: Call, results: tuple[Tensor, ...]) -> Callable[[], Any]:
@@ -140,11 +152,11 @@ class TakenHeadCall(Taken):
         super().__init__(stream, taken.module)
         self.taken, self.lazy = taken, lazy
 
-    def __call__(self, hidden: Tensor) -> Any:
+    def __call__(self, input: Tensor) -> Any:
         if not self.lazy:
-            return self._logits(hidden)
+            return self._logits(input)
         kind = self.stream.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
         updates, autocast = self.stream.updates, Autocast.now(self.stream.device)
 
         def compute() -> Tensor:
@@ -152,9 +164,9 @@ class TakenHeadCall(Taken):
                 text = "logits were asked for after the weights had been updated: they are those of the new weights"
                 self.stream.tell_once("late logits", "logits", text)
             with autocast():
-                return self._logits(hidden)
+                return self._logits(input)
 
-        return LazyLogits(hidden, compute, self.taken.module.out_features, dtype)
+        return LazyLogits(input, compute, self.taken.module.out_features, dtype)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         result: Tensor = meet(

@@ -32,7 +32,7 @@ def install(model: nn.Module, anatomy: Anatomy, stream: Stream, undo: list[Calla
         taken.append(TakenBlock(stream, block))
     for matrix, embedding in anatomy.embeddings:
         taken.append(TakenEmbeddingCall(stream, TakenEmbedding(matrix, embedding, embedding.forward)))
-    heads = [TakenHeadCall(stream, TakenHead(m, h, h.forward), False) for m, h in anatomy.heads]
+    heads = [TakenHeadCall(stream, TakenHead(m, h), False) for m, h in anatomy.heads]
     _take_loss(model, heads, stream, undo)
     taken += heads
     for call in taken:
