@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -318,3 +320,22 @@ def test_a_gradient_without_a_place_is_an_error() -> None:
                 block.parameters[0].square().sum().backward()
             with stream.sink.ignoring():
                 block.parameters[0].square().sum().backward()
+
+
+def test_threads_end_with_a_model_that_was_never_closed() -> None:
+    def lanes() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name.startswith("headrace-")}
+
+    before = lanes()
+    for _ in range(3):
+        model = toy()
+        ours, optimizer = headrace.wrap(model, sgd(model), device="cpu", overlap=True)
+        toy_loss(ours, batch()).backward()
+        optimizer.step()
+        headrace.session(ours).wait()
+        assert lanes() - before
+        del model, ours, optimizer
+        gc.collect()
+    for thread in lanes() - before:
+        thread.join(10)
+    assert not lanes() - before

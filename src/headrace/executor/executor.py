@@ -41,6 +41,8 @@ class Executor:
         self._walk: Callable[[], Walk | None] = lambda: None
         """The pass that began last, if its ops are still of interest."""
         _OPEN.add(self)
+        dropped = weakref.finalize(self, _stop_all, list(self._lanes.values()))
+        dropped.atexit = False  # `end` sees to that
 
     def start(self, program: Program, notes: Notes | None = None) -> Walk:
         """Begin a program. Overlapped: its copies start at once."""
@@ -171,6 +173,12 @@ class Executor:
 
 
 _OPEN: weakref.WeakSet[Executor] = weakref.WeakSet()
+
+
+def _stop_all(lanes: list[ThreadLane]) -> None:
+    """A model was dropped without close: its threads end too. No join, for a finalizer may run on one of them."""
+    for lane in lanes:
+        lane.stop()
 
 
 @atexit.register

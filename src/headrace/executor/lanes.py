@@ -45,8 +45,12 @@ class ThreadLane:
     def submit(self, job: Job) -> None:
         self._queue.put(job)
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """Let the thread end after the jobs that it was given."""
         self._queue.put(None)
+
+    def close(self) -> None:
+        self.stop()
         self._thread.join()
 
     def _work(self) -> None:
