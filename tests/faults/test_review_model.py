@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import random
 from typing import Any
 
 import pytest
@@ -154,6 +155,11 @@ class Dropped(nn.Embedding):
         return nn.functional.dropout(super().forward(ids), 0.5, self.training)
 
 
+class Chosen(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * (1 + 0 * random.random())
+
+
 class Normed(nn.Embedding):
     def forward(self, ids: Tensor) -> Tensor:
         return super().forward(ids) / self.weight.norm()
@@ -175,7 +181,7 @@ class Fixed(nn.Embedding):
         return torch.tanh(super().forward(ids)) * 1.5
 
 
-@pytest.mark.parametrize("kind", [Masked, Scaled, Dropped, Normed, Counting, Fixed])
+@pytest.mark.parametrize("kind", [Masked, Scaled, Dropped, Chosen, Normed, Counting, Fixed])
 def test_embedding_subclasses(kind: type[nn.Embedding]) -> None:
     """Those that do more than look rows up stay whole, and say so; the others stream."""
     model = model_of()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from headrace.model.surroundings import Buffers
+from headrace.model.surroundings import Buffers, RandomState
 
 _METADATA = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad")}
 _METADATA |= {Tensor.size, Tensor.dim, Tensor.numel}
@@ -55,7 +55,8 @@ def only_looks_up(module: nn.Embedding) -> bool:
         return True
     if [*map(id, module.parameters())] != [id(module.weight)]:
         return False
-    ids, random, modes = torch.zeros(1, 2, dtype=torch.long), torch.get_rng_state(), _modes(module)
+    cpu = torch.device("cpu")
+    ids, random, modes = torch.zeros(1, 2, dtype=torch.long), RandomState.now(cpu), _modes(module)
     buffers = Buffers(module)
     values, buffers.change = buffers.values(), True
     try:
@@ -63,11 +64,12 @@ def only_looks_up(module: nn.Embedding) -> bool:
         with torch.no_grad(), buffers.as_of(values), _Watch(ids, module.weight) as watch:
             marks = buffers.marks()
             module.forward(ids)
-            same = buffers.marks() == marks and torch.equal(torch.get_rng_state(), random)
+            drawn = random.changed(cpu) or random.python != RandomState.now(cpu).python
+            same = buffers.marks() == marks and not drawn
     except Exception:  # whatever it wants instead of ids, or does with them
         return False
     finally:
-        torch.set_rng_state(random)
+        random.restore(cpu)
         for part, training in modes:
             part.training = training
     return watch.lookups == 1 and same and ids._version == 0
