@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import headrace
 from against_plain import Block, Toy, assert_close, batch, gradients, sgd, streamed, toy, toy_loss, weights
@@ -339,3 +340,40 @@ def test_threads_end_with_a_model_that_was_never_closed() -> None:
     for thread in lanes() - before:
         thread.join(10)
     assert not lanes() - before
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"recompute": False},
+        {"placement": {"inputs": "host"}},
+        {"accumulation": 1, "on_nonfinite": "stop"},
+        {"overlap": False, "rows": 16},
+    ],
+    ids=("plain", "keep", "inputs", "early", "inline"),
+)
+def test_a_checkpoint_around_blocks(options: dict[str, Any], reentrant: bool) -> None:
+    """A checkpoint of the user's own around blocks runs their forward again in the middle of the backward."""
+    if reentrant and "accumulation" in options:
+        pytest.skip("a reentrant checkpoint is several backward calls")
+
+    class Checkpointed(Toy):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            for first, second in zip(self.blocks[::2], self.blocks[1::2], strict=True):
+                x = checkpoint(lambda x, a=first, b=second: b(a(x)).tanh(), x, use_reentrant=reentrant)
+            return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model, ids = Checkpointed(), batch(64, 17)
+    plain = copy.deepcopy(model)
+    driver = sgd(plain)
+    with streamed(model, **options) as (ours, optimizer):
+        for _ in range(3):
+            for side, theirs in ((plain, driver), (ours, optimizer)):
+                toy_loss(side, ids).backward()
+                theirs.step()
+                theirs.zero_grad()
+        assert_close(weights(ours), weights(plain))

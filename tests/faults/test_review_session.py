@@ -324,3 +324,23 @@ def test_saved_inputs_beyond_the_host_budget_stay_on_the_device(blocks: int) -> 
         assert len([text for text in events_of(ours, "inputs") if "host_memory has room" in text]) == (blocks < 4)
         report = session.memory_report()["device"]
         assert (report["peak"] > report["weights"] + report["grads"]) == (blocks > 0) == (report["activations"] > 0)
+
+
+def test_errors_of_steps_have_three_parts() -> None:
+    with streamed(toy(), accumulation=1, on_nonfinite="stop") as (ours, driver):
+
+        def twice() -> None:
+            headrace.accumulate(lambda ids: headrace.accumulate(lambda inner: inner, [ids]), [batch()])
+
+        late = toy_loss(ours, batch())
+        toy_loss(ours, batch()).backward()
+        driver.step()
+        with pytest.raises(HeadraceError) as nested:
+            twice()
+        with pytest.raises(HeadraceError, match="after step") as stale:
+            late.backward()
+        (toy_loss(ours, batch()) * float("nan")).backward()
+        with pytest.raises(HeadraceError) as broken:
+            headrace.session(ours).wait()
+        for caught in (nested, stale, broken):
+            assert caught.value.what and caught.value.numbers and caught.value.advice, str(caught.value)

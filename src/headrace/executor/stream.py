@@ -276,14 +276,16 @@ class Stream:
     def _arrive_backward(self, pass_: Pass, number: int) -> Walk:
         if pass_.updates != self.updates:
             text = "backward() came after step() had changed the weights of its forward"
-            raise StepError(text, "", "Call backward() before step(), or compute the loss again")
+            numbers = f"the forward ran after {pass_.updates} steps, now there are {self.updates}"
+            raise StepError(text, numbers, "Call backward() before step(), or compute the loss again")
         task = torch._C._current_graph_task_id()
         if self._task != task or self._backward is not pass_:
             self.weights_wanted = pass_.weights_wanted()
-        if self._backward is None or self._task != task:
-            if self._backward is not None:  # an earlier backward ended in an error
-                self.abandon()
+        if self._backward is None:  # it begins, or goes on after a checkpoint ran its forward again
             self._end_forward()
+        elif self._task != task:  # an earlier backward ended in an error
+            self.abandon()
+        if self._task != task:
             self._task = task
             if self._early_notes is not None and self.weights_wanted:
                 raise StepError(

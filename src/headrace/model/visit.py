@@ -375,8 +375,9 @@ class VisitFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         visit: BlockVisit = ctx.visit
+        saved = ctx.saved_tensors  # before the lease: a checkpoint runs its forward again for them, visits and all
         with visit.stream.leased(visit, backward=True):
-            tensors = visit.stream.fetch(visit, ctx.saved_tensors)
+            tensors = visit.stream.fetch(visit, saved)
             found = visit.backward(tensors, ctx.needs_input_grad[2:], grads)
         if not _keeps_graph():
             visit.stream.let_go(visit)
