@@ -327,20 +327,20 @@ def test_saved_inputs_beyond_the_host_budget_stay_on_the_device(blocks: int) -> 
 
 
 def test_errors_of_steps_have_three_parts() -> None:
-    with streamed(toy(), accumulation=1, on_nonfinite="stop") as (ours, driver):
+    def twice(ids: Any) -> Any:
+        return headrace.accumulate(lambda inner: inner, [ids])
 
-        def twice() -> None:
-            headrace.accumulate(lambda ids: headrace.accumulate(lambda inner: inner, [ids]), [batch()])
-
+    with streamed(toy()) as (ours, driver):
         late = toy_loss(ours, batch())
         toy_loss(ours, batch()).backward()
         driver.step()
         with pytest.raises(HeadraceError) as nested:
-            twice()
+            headrace.accumulate(twice, [batch()])
         with pytest.raises(HeadraceError, match="after step") as stale:
             late.backward()
+    with streamed(toy(), accumulation=1, on_nonfinite="stop") as (ours, _):
         (toy_loss(ours, batch()) * float("nan")).backward()
         with pytest.raises(HeadraceError) as broken:
             headrace.session(ours).wait()
-        for caught in (nested, stale, broken):
-            assert caught.value.what and caught.value.numbers and caught.value.advice, str(caught.value)
+    for caught in (nested, stale, broken):
+        assert caught.value.what and caught.value.numbers and caught.value.advice, str(caught.value)

@@ -165,7 +165,9 @@ class Actions:
 
     def _update(self, op: Op, notes: Notes) -> None:
         if self.broken:
-            raise StepError(self.broken, "", "Restore a checkpoint")
+            raise StepError(
+                self.broken, f"asked to go on with step {notes['step']}", "Call restore(folder) with a checkpoint"
+            )
         unit, verdict = self.regions.spec.units[op.unit], notes.get("verdict")
         scale: float | None = 1.0 if verdict is None else verdict.scale
         if verdict is None:
@@ -210,7 +212,7 @@ class Actions:
         if not torch.isfinite(self.ledger.squares[unit]):
             error = self.ledger.nonfinite(step)
             self.broken = f"{error.what}; blocks after it were already updated, so the memory must not be saved"
-            raise type(error)(self.broken, "", error.advice)
+            raise type(error)(self.broken, f"sum of their squares: {self.ledger.squares[unit].item()}", error.advice)
 
 
 def add_region(unit: Unit, home: Tensor, term: Tensor, first: bool) -> float:

@@ -40,7 +40,9 @@ def accumulate(fn: Callable[[Any], Tensor], micro_batches: Iterable[Any]) -> Ten
     if not batches:
         raise StepError("accumulate was given no micro-batch", "0 micro-batches", "Give at least one")
     if _INSIDE.get():
-        raise StepError("accumulate was called inside accumulate", "", "Use one window per optimizer step")
+        raise StepError(
+            "accumulate was called inside accumulate", "windows cannot be nested", "Use one window per optimizer step"
+        )
     token = _INSIDE.set(True)
     try:
         losses = Window(fn, batches).run() if len(batches) > 1 else [_checked(fn(batches[0]))]
