@@ -276,7 +276,7 @@ class Stream:
     def _arrive_backward(self, pass_: Pass, number: int) -> Walk:
         if pass_.updates != self.updates:
             text = "backward() came after step() had changed the weights of its forward"
-            raise StepError(text, f"{self.updates - pass_.updates} steps", "Call backward() before step(), or forward again")
+            raise StepError(text, f"{self.updates - pass_.updates} steps", "Call backward() first, or forward again")
         task = torch._C._current_graph_task_id()
         if self._task != task or self._backward is not pass_:
             self.weights_wanted = pass_.weights_wanted()
