@@ -114,7 +114,7 @@ def test_nothing_found_says_what_was_seen() -> None:
 def divided(model: nn.Module, frozen: bool = False) -> Anatomy:
     groups = {} if frozen else {id(p): 0 for p in model.parameters() if p.requires_grad}
     state = StateSpec(("exp_avg", "exp_avg_sq"))
-    return divide(model, find_blocks(model), groups, state, False, frozenset(), EventLog())
+    return divide(model, find_blocks(model), groups, state, frozenset(), EventLog())
 
 
 def kinds(anatomy: Anatomy) -> list[tuple[str, str]]:

@@ -53,13 +53,13 @@ class Anatomy:
 
 
 def divide(
-    model: nn.Module, stacks: Sequence[Stack], groups: Mapping[int, int], state: StateSpec, wide: bool,
+    model: nn.Module, stacks: Sequence[Stack], groups: Mapping[int, int], state: StateSpec,
     narrow: frozenset[int], events: EventLog,
 ) -> Anatomy:  # fmt: skip
     """Assign every parameter to one unit.
 
-    `groups`: optimizer group by id of parameter; parameters outside it are not trained. `wide`: gradients are summed
-    over several backwards. `narrow`: ids of fp32 parameters that stream as bf16 (autocast).
+    `groups`: optimizer group by id of parameter; parameters outside it are not trained. `narrow`: ids of fp32
+    parameters that stream as bf16 (autocast).
     """
     _check_dtypes(dict(model.named_parameters()), groups)
     names = {id(p): name for name, p in model.named_parameters()}
@@ -87,7 +87,7 @@ def divide(
             size = min(rows, p.shape[0] - start)
             tiles.append(len(units))
             name = names[id(p)] if len(starts) == 1 else f"{names[id(p)]}[{start}:{start + size}]"
-            units.append(Unit(len(units), name, TILE, place([entry(p, start, size)]), state, wide))
+            units.append(Unit(len(units), name, TILE, place([entry(p, start, size)]), state))
         matrices.append(Matrix(names[id(p)], p.shape[0], p.shape[1], entry(p).dtype, tuple(tiles)))
         anatomy.matrix_weights[len(matrices) - 1] = p
         return len(matrices) - 1
@@ -108,7 +108,7 @@ def divide(
             (own if owners[id(p)] == {id(block)} else shared).append(p)
         index = unit_of[id(block)] = len(units)
         layout = place([entry(p) for p in own])
-        units.append(Unit(index, block_names[id(block)], BLOCK, layout, state, wide or counts[id(block)] > 1))
+        units.append(Unit(index, block_names[id(block)], BLOCK, layout, state, counts[id(block)] > 1))
         anatomy.blocks[index], anatomy.shared[index] = block, shared
         taken.update(id(p) for p in own)
         if shared:

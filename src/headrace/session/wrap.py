@@ -145,7 +145,7 @@ def _anatomy(
         events.add("accumulation", f"updates wait for step(): {why}; accumulation changes nothing")
     state = rule.state(options.moments)
     narrow = _narrow(model, groups) if options.autocast else frozenset()
-    return divide(model, stacks, groups, state, False, narrow, events)
+    return divide(model, stacks, groups, state, narrow, events)
 
 
 def _narrow(model: nn.Module, groups: dict[int, int]) -> frozenset[int]:
