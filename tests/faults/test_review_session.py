@@ -344,3 +344,15 @@ def test_errors_of_steps_have_three_parts() -> None:
             headrace.session(ours).wait()
     for caught in (nested, stale, broken):
         assert caught.value.what and caught.value.numbers and caught.value.advice, str(caught.value)
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_the_session_shows_what_was_assigned_to_grad(name: str) -> None:
+    with streamed(toy()) as (ours, _):
+        session, parameter = headrace.session(ours), ours.get_parameter(name)
+        toy_loss(ours, batch()).backward()
+        before = session.gradient(name)
+        parameter.grad = parameter.grad * 0.5
+        assert torch.equal(session.gradient(name), before * 0.5)
+        parameter.grad = None
+        assert not session.gradient(name).any() and before.any()

@@ -61,6 +61,16 @@ class Gradients:
             elif stand_in is not None or bool(grad.any()):  # zeros where no gradient is are as good as None
                 self.write(name, grad.to_dense() if grad.is_sparse else grad)
 
+    def current(self, name: str) -> Tensor:
+        """As `read`, or what the user has put in place of the stand-in meanwhile."""
+        parameter = self._anatomy.parameters.get(name)
+        stand_in = None if parameter is None else self._shown.get(id(parameter))
+        if parameter is None or stand_in is None or parameter.grad is stand_in:
+            return self.read(name)
+        if parameter.grad is None:
+            return torch.zeros(parameter.shape)
+        return parameter.grad.detach().float().clone()
+
     def read(self, name: str) -> Tensor:
         """The gradient (fp32) that the next step will use. Raises StepError when its unit holds none."""
         found = self._rest(name)

@@ -233,7 +233,7 @@ class Session:
 
     def gradient(self, name: str) -> Tensor:
         """The gradient (fp32) that the next step will use for a weight."""
-        return self._gradients.read(name)
+        return self._gradients.current(name)
 
     def set_gradient(self, name: str, value: Tensor) -> None:
         """Replace a weight's gradient before step(). `value`: the weight's shape."""
