@@ -96,7 +96,7 @@ def test_commands_run(folder: Path) -> None:
     ours = [command for command in COMMANDS if command.startswith("headrace ")]
     assert {command.split()[1] for command in ours} == {"train", "sample"}
     printed = {command: run_command(command, folder) for command in ours}
-    assert (folder / "trained" / "model.safetensors").exists() or list((folder / "trained").glob("*.safetensors"))
+    assert (folder / "run" / "model.safetensors").exists() or list((folder / "run").glob("*.safetensors"))
     assert (folder / "from-file" / "config.json").exists()
     assert "--device-memory" in printed["headrace train --help"]
 

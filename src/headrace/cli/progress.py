@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from headrace.base.units import format_bytes
 
@@ -58,8 +59,15 @@ class Display:
         self._process = psutil.Process()
         self._bar: Progress | None = None
         if console.is_terminal:
-            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[text]}"))
-            self._bar = Progress(*columns, TimeRemainingColumn(), console=console)
+            # The step and the time left stand first and are never cut; a narrow terminal cuts the end of the text.
+            whole = Column(no_wrap=True, min_width=8)
+            columns = (
+                MofNCompleteColumn(table_column=whole),
+                TimeRemainingColumn(table_column=whole),
+                BarColumn(bar_width=10),
+                TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
+            )  # fmt: skip
+            self._bar = Progress(*columns, console=console)
             self._task = self._bar.add_task("", total=steps, completed=done, text="")
 
     def __enter__(self) -> Display:

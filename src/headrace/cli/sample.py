@@ -23,11 +23,15 @@ def sample(folder: str, prompt: str, *, max_new_tokens: int, temperature: float,
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    if not any((Path(folder) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        raise ModelError(
+            f"{folder} holds no tokenizer", "tokenizer.json is missing", "Save it: tokenizer.save_pretrained(folder)"
+        )
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     except (OSError, ValueError) as error:
-        raise ModelError(f"the model in {folder} cannot be loaded", str(error).splitlines()[0]) from error
+        raise ModelError(f"the model in {folder} cannot be loaded", " ".join(str(error).split())[:300]) from error
     if torch.cuda.is_available():
         model = model.to("cuda")
     if chat and not tokenizer.chat_template:

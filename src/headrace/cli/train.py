@@ -125,6 +125,9 @@ def _claimed(output: Path, resume: bool) -> Iterator[None]:
         raise ConfigError(
             [f"output = {str(output)!r} holds a run already: go on with --resume, or name another folder"]
         )
+    ours = (output / "run.yaml").exists() or (output / "checkpoints").exists()
+    if not ours and ((output / "config.json").exists() or any(output.glob("*.safetensors"))):
+        raise ConfigError([f"output = {str(output)!r} holds a model that no run made here: name another folder"])
     fd = os.open(output, os.O_RDONLY)
     try:
         if lock(fd) is False:

@@ -209,7 +209,8 @@ def _attach_source(model: Any, reader: TensorReader | None, events: EventLog) ->
     if reader is not None:
         _check_files(model, plan, reader, events)
         _untie_different(model, plan, reader, events)
-    model.tie_weights(missing_keys=set(plan.missing), recompute_mapping=False)
+    missing = None if reader is None else set(plan.missing)  # without files nothing is missing
+    model.tie_weights(missing_keys=missing, recompute_mapping=False)
 
     aliases = _aliases(model, plan)
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()} | _dtypes_kept_in_float32(model)
