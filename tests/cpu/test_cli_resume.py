@@ -285,6 +285,16 @@ def test_second_signal_ends_at_once_and_harms_nothing(world: tuple[Path, Path], 
     assert_same_weights([straight, output])
 
 
+def test_a_model_that_no_run_made_is_not_overwritten(world: tuple[Path, Path], tmp_path: Path) -> None:
+    output = tmp_path / "other"
+    output.mkdir()
+    (output / "model.safetensors").write_bytes(b"somebody's weights")
+    code, printed = headrace(*arguments(*world, output))
+    assert code == 2
+    assert "holds a model that no run made here" in printed
+    assert (output / "model.safetensors").read_bytes() == b"somebody's weights"
+
+
 def test_output_in_use_is_refused(world: tuple[Path, Path], tmp_path: Path) -> None:
     output = tmp_path / "out"
     output.mkdir()
