@@ -15,6 +15,7 @@ from headrace.base.errors import NonFiniteError, StepError
 from headrace.base.events import EventLog
 from headrace.executor.actions import Actions
 from headrace.executor.executor import Executor
+from headrace.executor.interrupts import uninterrupted
 from headrace.executor.passes import Pass
 from headrace.executor.stream import Stream
 from headrace.executor.taken import Taken
@@ -135,6 +136,12 @@ class Session:
         self._settled(self._executor.check)
         self._check_frozen()
         self._gradients.settle()
+        with uninterrupted():  # gradients are either all on their way to their updates, or all still held
+            self._queue_updates()
+        if not self.options.overlap:
+            self._settled(self._executor.check)
+
+    def _queue_updates(self) -> None:
         early = self._stream.begin_step()
         held = set(self._stream.held)
         if early is None and not held:
@@ -159,8 +166,6 @@ class Session:
         self._executor.start(program, notes).finish()
         if self._rest is not None and rest in order:
             self._rest.park()
-        if not self.options.overlap:
-            self._settled(self._executor.check)
 
     def _groups(self) -> list[dict[str, Any]]:
         """Hyper-parameters as they are now: a scheduler may change them while updates are still queued."""
