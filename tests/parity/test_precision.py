@@ -136,11 +136,11 @@ def test_bf16_sums_are_fp32(name: str, way: str) -> None:
             headrace.accumulate(lambda batch: logits_loss(model, batch, 50), batches).backward()
         got = gradients(model)
     for weight, want in total.items():
-        # One rounding of the sum is 1.7e-3. Autograd itself adds up what resident norms get in one backward, in bf16.
+        # One rounding of the sum is 1.7e-3.
         limit = 2e-3 if way == "window" else 1e-6
         if weight == "transformer.wte.weight":  # tied: its two gradients of one backward
             limit = 2e-3
-        elif way == "window" and ("norm" in weight or "ln_f" in weight or "wpe" in weight or "head" in weight):
+        elif way == "window" and ("wpe" in weight or "head" in weight):
             limit = 4e-3
         assert error(got[weight], want) < limit, weight
 

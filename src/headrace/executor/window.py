@@ -69,6 +69,11 @@ def meet(key: Any, item: Any, joint: Joint) -> Any:
     return window.meet(number, key, item, joint)
 
 
+def in_window() -> bool:
+    """Whether this thread runs one of several micro-batches."""
+    return _PARTICIPANT.get() is not None
+
+
 class Window:
     """One window of micro-batches."""
 

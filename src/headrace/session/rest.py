@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headrace.executor.sink import Sink
 from headrace.executor.stream import Stream
+from headrace.executor.taken import Taken
+from headrace.executor.window import in_window
 from headrace.model.parked import Parked
 from headrace.spec.model import Unit
 
@@ -29,6 +32,28 @@ class Rest:
         users = [m for m in model.modules() if m is model or any(id(p) in own for p in m._parameters.values())]
         self.handles: list[Any] = [m.register_forward_pre_hook(lambda module, args: self.settle()) for m in users]
         self.handles += [p.register_hook(_calls(before_gradient, p)) for p in self._trained]
+        narrow = {id(p) for p in self._trained if p.dtype.itemsize < 4}
+        for module in users:
+            names = [name for name, p in module._parameters.items() if id(p) in narrow]
+            if names and not any(isinstance(m.__dict__.get("forward"), Taken) for m in module.modules()):
+                self._sum_uses(module, names, before_gradient)
+
+    def _sum_uses(self, module: nn.Module, names: list[str], before: Callable[[nn.Parameter], None]) -> None:
+        """In a window each micro-batch uses the weights through an alias of its own: autograd would add up their 16-bit
+        gradients in 16 bits before anyone sees them, and the sink adds them in fp32."""
+        own = {name: module._parameters[name] for name in names}
+
+        def enter(module: nn.Module, args: Any) -> None:
+            if torch.is_grad_enabled() and in_window():
+                for name, parameter in own.items():
+                    alias = _Use.apply(parameter, self._stream.sink, before)  # type: ignore[no-untyped-call]
+                    module._parameters[name] = alias
+
+        def leave(module: nn.Module, args: Any, result: Any) -> None:
+            module._parameters.update(own)
+
+        self.handles.append(module.register_forward_pre_hook(enter))
+        self.handles.append(module.register_forward_hook(leave, always_call=True))
 
     def park(self) -> None:
         """An update was queued."""
@@ -59,6 +84,21 @@ class Rest:
         self._stream.executor.wait(self._token)
         with torch._C.DisableTorchFunctionSubclass():
             parameter.data.copy_(value)
+
+
+class _Use(torch.autograd.Function):
+    """One use of a resident weight: its gradient goes straight to the sink."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: nn.Parameter, sink: Sink, before: Callable[[nn.Parameter], None]) -> Tensor:
+        ctx.parameter, ctx.sink, ctx.before = parameter, sink, before
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[None, None, None]:
+        ctx.before(ctx.parameter)
+        ctx.sink.add_rest(ctx.parameter, grads[0])
+        return None, None, None
 
 
 def _calls(before_gradient: Callable[[nn.Parameter], None], parameter: nn.Parameter) -> Callable[[Tensor], None]:
