@@ -144,9 +144,11 @@ def main() -> None:
         "host_limit_GiB": round((14.5 * parameters + 4 * 2**30) / 2**30, 2), "opened_s": round(opened, 1),
         "lanes_s": {name: round(value, 3) for name, value in lanes.items()},
         "link_GiB": {k: round(v / 2**30, 1) for k, v in report["link"].items()},
+        "host_GiB": {k: round(v / 2**30, 2) for k, v in report["host"].items() if v is not None},
+        "device_GiB": {k: round(v / 2**30, 2) for k, v in report["device"].items() if v is not None},
         "losses": [round(float(loss), 4) for loss in losses],
     }  # fmt: skip
-    print("RESULT " + json.dumps(result), flush=True)
+    print(*(f"event {event}" for event in report["events"]), "RESULT " + json.dumps(result), sep="\n", flush=True)
     session.close()
 
 

@@ -55,7 +55,8 @@ def test_a_long_run_stays_flat(tmp_path: Path, overlap: bool) -> None:
                 marks[step] = {**measured(), "tokens": tokens, "inputs": session.memory_report()["host"]["activations"]}
                 marks[step]["events"] = len(session.events)
         first, last = marks[40], marks[119]
-        assert last["threads"] == first["threads"] and last["files"] == first["files"]
+        assert last["threads"] == first["threads"]
+        assert abs(last["files"] - first["files"]) < 8  # a leak would be one a step; libraries open one now and then
         assert first["inputs"] > 0
         assert last["tokens"] == first["tokens"] and last["inputs"] == first["inputs"]
         assert last["events"] == first["events"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from headrace.optim import front
 from headrace.optim.ledger import Ledger
 from headrace.optim.rules import Rule, rule_of
 from headrace.plan.place import Budgets, choose
+from headrace.schedule import build
 from headrace.schedule.build import ROWS, Visit
 from headrace.session import options as option_room
 from headrace.session.fill import fill, fill_state, give_back
@@ -65,6 +67,7 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **giv
     optimizer = _optimizer(model, optimizer, options)
     rule = rule_of(optimizer)
     anatomy = _anatomy(model, optimizer, rule, options, events)
+    anatomy.spec = _summed(anatomy, events)
     budgets = _budgets(options, device)
     placement = _place(anatomy, options, budgets, device, events)
     anatomy.spec = _widened(anatomy.spec, placement)
@@ -197,6 +200,18 @@ def _budgets(options: Options, device: torch.device) -> Budgets:
         folder.mkdir(parents=True, exist_ok=True)
         disk = limits.disk_free(folder)
     return Budgets(device_bytes, host, disk, shared=device.type == "cpu")
+
+
+def _summed(anatomy: Anatomy, events: EventLog) -> ModelSpec:
+    """Weights that one forward uses twice (an embedding that is the head too) keep their gradients in fp32."""
+    spec = anatomy.spec
+    counts = Counter(unit for visit in _predicted(anatomy) for unit in build.contributes(spec, visit))
+    twice = {u for u, count in counts.items() if count > 1 and build.sums_narrow(spec.units[u])}
+    units = tuple(replace(unit, wide_grads=True) if unit.index in twice else unit for unit in spec.units)
+    if twice:
+        size = sum(units[u].grads.nbytes for u in twice)
+        events.add("gradients", "of weights that a forward uses twice are summed in fp32", bytes=format_bytes(size))
+    return replace(spec, units=units)
 
 
 def _widened(spec: ModelSpec, placement: Placement) -> ModelSpec:
