@@ -25,6 +25,7 @@ from headrace.base.errors import (
 )
 
 if TYPE_CHECKING:
+    from headrace.executor.paging import offload_activations
     from headrace.executor.window import accumulate
     from headrace.loss.linear_cross_entropy import causal_lm_loss, linear_cross_entropy
     from headrace.model.blocks import find_blocks
@@ -41,6 +42,7 @@ __all__ = [
     "memory_report",
     "find_blocks",
     "accumulate",
+    "offload_activations",
     "load_model",
     "linear_cross_entropy",
     "causal_lm_loss",
@@ -64,6 +66,7 @@ _HOMES = {
     "unwrap": "headrace.session.wrap",
     "memory_report": "headrace.session.wrap",
     "accumulate": "headrace.executor.window",
+    "offload_activations": "headrace.executor.paging",
     "Session": "headrace.session.session",
     "find_blocks": "headrace.model.blocks",
     "load_model": "headrace.model.build",

@@ -30,7 +30,8 @@ class SavedInput:
     @classmethod
     def of(cls, tensors: list[Tensor]) -> SavedInput:
         detached = [tensor.detach() for tensor in tensors]
-        return cls([t.shape for t in detached], [t.dtype for t in detached], detached, [_mark(t) for t in tensors])
+        shapes, dtypes = [t.shape for t in detached], [t.dtype for t in detached]
+        return cls(shapes, dtypes, detached, [version_mark(t) for t in tensors])
 
     def check(self) -> None:
         """As autograd does for what it saves: a tensor that was written since is refused."""
@@ -58,7 +59,8 @@ class SavedInput:
         return views
 
 
-def _mark(tensor: Tensor) -> tuple[Tensor, int]:
+def version_mark(tensor: Tensor) -> tuple[Tensor, int]:
+    """An empty alias of `tensor` that shares its version counter, and the version now."""
     alias = tensor.detach()
     alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # its memory goes, the counter stays
     return alias, alias._version
