@@ -149,7 +149,8 @@ class _Embed(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.stream, ctx.taken, ctx.rows = stream, taken, rows
-        return tuple(_run(taken, rows, weight, positions) for positions in rows.positions)
+        # detach: autograd refuses writes into a view that a Function returns.
+        return tuple(_run(taken, rows, weight, positions).detach() for positions in rows.positions)
 
     @staticmethod
     @once_differentiable

@@ -169,7 +169,8 @@ class _Logits(torch.autograd.Function):
             tiles.forward(body)
         ctx.tiles, ctx.dtype = tiles, dtype
         ctx.save_for_backward(*hidden)
-        return tuple(torch.cat(found, -1) if len(found) > 1 else found[0] for found in parts)
+        # detach: autograd refuses writes into a view that a Function returns.
+        return tuple(torch.cat(found, -1) if len(found) > 1 else found[0].detach() for found in parts)
 
     @staticmethod
     @once_differentiable

@@ -119,7 +119,7 @@ def _refuse_parked(block: Block, tensors: list[Tensor]) -> None:
 def _finisher(call: Call, results: tuple[Tensor, ...]) -> Callable[[], Any]:
     def finish() -> Any:
         assert call.product is not None
-        result, changes, recorded = call.product.rebuild(list(results))
+        result, changes, recorded, _ = call.product.rebuild(list(results))
         write_back(containers(call.given), changes)
         record_outside(recorded)
         call.forget_arguments()

@@ -77,6 +77,8 @@ class Packed:
     def __init__(self, item: Any) -> None:
         self.tensors: list[Tensor] = []
         self._seen: dict[int, int] = {}
+        self.written: dict[int, int] = {}
+        """For each argument that a call wrote into: where the tensor stands among its results."""
         self._shape = transform(item, self._take)
 
     def _take(self, leaf: Any) -> Any:
@@ -88,6 +90,10 @@ class Packed:
             index = self._seen[id(leaf)] = len(self.tensors)
             self.tensors.append(leaf)
         return _Place(index)
+
+    def place(self, tensor: Tensor) -> int:
+        """Where a tensor that was packed stands among the tensors."""
+        return self._seen[id(tensor)]
 
     def rebuild(self, tensors: list[Any]) -> Any:
         """The same arguments with other tensors in the same places, in fresh containers."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from headrace.base.errors import StepError
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,3 +49,30 @@ def weights_as_handles(parameters: Sequence[nn.Parameter]) -> torch.autograd.gra
     return torch.autograd.graph.saved_tensors_hooks(
         pack, lambda saved: saved.tensor() if type(saved) is _Handle else saved
     )
+
+
+@contextlib.contextmanager
+def passing_graph() -> Iterator[None]:
+    """Graphs built inside can be differentiated inside only: at the end, what they saved is let go, also of those that
+    somebody still holds a tensor of."""
+    boxes: list[list[Tensor]] = []
+
+    def pack(tensor: Tensor) -> list[Tensor]:
+        boxes.append([tensor])
+        return boxes[-1]
+
+    def unpack(box: list[Tensor]) -> Tensor:
+        if not box:
+            raise StepError(
+                "a gradient is wanted of a tensor that a streamed block computed inside itself",
+                "a block is recomputed in the backward, and only its results carry gradients",
+                "Return the tensor from the block's forward",
+            )
+        return box[0]
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        for box in boxes:
+            box.clear()

@@ -21,7 +21,7 @@ from headrace.base.errors import StepError
 from headrace.model import containers, rows
 from headrace.model.anchor import Anchor
 from headrace.model.containers import Packed
-from headrace.model.handles import weights_as_handles
+from headrace.model.handles import passing_graph, weights_as_handles
 from headrace.model.surroundings import Autocast, Buffers, RandomState, recorded_keys, recording
 
 
@@ -99,6 +99,8 @@ class Call:
         self.plan: rows.RowPlan | None = None
         self.results = 0
         """How many tensors its result holds."""
+        self.differentiable: list[bool] = []
+        """Those that a gradient can pass; the others need none in plain PyTorch either."""
         self.product: Packed | None = None
         """The result's shape, with the changes to containers and the recorded outputs beside it."""
 
@@ -173,14 +175,17 @@ class BlockVisit:
         buffers = self.block.buffers
         slice_ = Slice(bound, RandomState.now(self.stream.device), buffers.values())
         marks = buffers.marks()
-        if self.stream.recompute:
-            product = self._guarded(call, inputs)
-        else:
-            leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
-            with torch.enable_grad(), weights_as_handles(self.block.parameters):
-                product = self._guarded(call, leaves)
+        # Under gradients, although the graph goes: attention picks its kernel by what needs a gradient, and the recompute
+        # must meet the same one again.
+        leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
+        recompute = self.stream.recompute
+        with torch.enable_grad(), passing_graph() if recompute else weights_as_handles(self.block.parameters):
+            product = self._guarded(call, leaves)
+        if not recompute:
             slice_.kept = (leaves, list(product.tensors))
-            product.tensors = [tensor.detach() for tensor in product.tensors]
+        called_for = call.differentiable or [False] * len(product.tensors)
+        call.differentiable = [a or t.requires_grad for a, t in zip(called_for, product.tensors, strict=True)]
+        product.tensors = [tensor.detach() for tensor in product.tensors]
         buffers.change = buffers.change or buffers.marks() != marks
         if not buffers.change:
             slice_.buffers = None
@@ -188,14 +193,21 @@ class BlockVisit:
         return product
 
     def _guarded(self, call: Call, inputs: list[Tensor]) -> Packed:
-        """Run once, and notice a forward that writes into its arguments: those get copies from then on."""
+        """Run once, and notice a forward that writes into its arguments: it gets copies from then on, and what it wrote
+        is among its results."""
         if self.block.inputs_change is False:
-            return self._run(call, inputs)
+            product = self._run(call, inputs)
+            if product.written:
+                raise StepError(
+                    f"{self.block.name} wrote into an argument, which it did not do in its first call",
+                    f"{len(product.written)} of {len(inputs)} tensors",
+                    "Write x = x * 0.5 instead of x.mul_(0.5) for what a block has been given",
+                )
+            return product
         copies = [tensor.clone() for tensor in inputs]
-        versions = [copy._version for copy in copies]
         product = self._run(call, copies)
         if self.block.inputs_change is None:
-            self.block.inputs_change = versions != [copy._version for copy in copies]
+            self.block.inputs_change = bool(product.written)
             if self.block.inputs_change:
                 text = f"{self.block.name} writes into its arguments; it is given copies"
                 self.stream.tell_once(f"inputs {self.block.name}", "copies", text)
@@ -205,13 +217,18 @@ class BlockVisit:
         return product
 
     def _run(self, call: Call, tensors: list[Tensor]) -> Packed:
-        """The original forward on these tensors. Returns (result, changes to containers, recorded outputs), packed."""
+        """The original forward on these tensors. Returns (result, changes to containers, recorded outputs, arguments
+        that it wrote into), packed."""
         args, kwargs = call.packed.rebuild(tensors)
         found = containers.containers((args, kwargs))
         before = containers.snapshot(found)
+        versions = [tensor._version for tensor in tensors]
         with self.autocast(), recording(call.keys) as recorded:
             result = self.block.original(*args, **kwargs)
-        return Packed((result, containers.written(before, found), recorded))
+        changed = {i: t for i, (t, version) in enumerate(zip(tensors, versions, strict=True)) if t._version != version}
+        product = Packed((result, containers.written(before, found), recorded, changed))
+        product.written = {index: product.place(tensor) for index, tensor in changed.items()}
+        return product
 
     def _plan(self, call: Call, tensors: list[Tensor]) -> rows.RowPlan | None:
         if not self.stream.rows or not call.batch or call.batch <= self.stream.rows:
@@ -251,6 +268,22 @@ class BlockVisit:
             for module, mode in modes:
                 module.training = mode
             random.restore(self.stream.device)
+
+    def write_back(self, tensors: Sequence[Tensor], results: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """What the block wrote into copies of its arguments reaches the arguments, which stand for it among the
+        results. Returns (the arguments as they were, those that were written)."""
+        before, written = list(tensors), []
+        source, result = 0, 0
+        for call, count in zip(self.calls, self.counts, strict=True):
+            assert call.product is not None
+            for index, place in call.product.written.items():
+                argument = tensors[source + index]
+                before[source + index] = argument.clone()
+                argument.copy_(results[result + place])
+                results[result + place] = argument
+                written.append(argument)
+            source, result = source + count, result + call.results
+        return before, written
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -365,10 +398,13 @@ class VisitFunction(torch.autograd.Function):
             results = visit.forward(tensors)
             if visit.needs_grad:
                 visit.stream.trial(visit, tensors, results)
-            kept = visit.stream.stash(visit, tensors)
+            before, written = visit.write_back(tensors, results)
+            kept = visit.stream.stash(visit, before)
         ctx.visit = visit
         ctx.save_for_backward(*kept)
-        ctx.mark_non_differentiable(*(result for result in results if not result.dtype.is_floating_point))
+        ctx.mark_dirty(*written)
+        carry = (carries for call in visit.calls for carries in call.differentiable)
+        ctx.mark_non_differentiable(*(result for result, carries in zip(results, carry, strict=True) if not carries))
         return tuple(results)
 
     @staticmethod

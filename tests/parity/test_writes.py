@@ -1,0 +1,169 @@
+"""Blocks that write into their arguments: what they wrote reaches the caller, with its gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import headrace
+from against_plain import assert_close, distance, gradients, sgd, streamed
+
+
+class Decays(nn.Module):
+    """Halves the mask that the next block adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x)) + mask
+        mask.mul_(0.5)
+        return x + y
+
+
+class Weighs(Decays):
+    """Multiplies the mask with a trained weight."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x)) + mask
+        mask.add_(self.linear.bias)
+        return x + y
+
+
+class AddsInPlace(Decays):
+    """The residual is added into the hidden states, which are returned too."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x + mask))
+        return x.add_(y)
+
+
+class ReturnsNothing(Decays):
+    """The hidden states are all that the caller looks at."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> None:
+        x += torch.tanh(self.linear(x.clone()) + mask)
+
+
+class Model(nn.Module):
+    def __init__(self, kind: type[nn.Module], rows: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(kind() for _ in range(4))
+        self.rows = rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.linspace(0.5, 2, len(x) if self.rows else 1).view(-1, 1, 1).repeat(1, 1, 8)
+        x = self.first(x)
+        for layer in self.layers:
+            out = layer(x, mask)
+            x = x if out is None else out
+        return (x.square().sum() + mask.sum()) / 10
+
+
+OPTIONS = [{}, {"rows": 2}, {"recompute": False}, {"placement": {"weights": "host", "state": "host", "inputs": "host"}}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("rows", [True, False], ids=["mask-by-row", "one-mask"])
+@pytest.mark.parametrize("kind", [Decays, Weighs, AddsInPlace, ReturnsNothing])
+def test_what_a_block_writes_reaches_the_caller(kind: type[nn.Module], rows: bool, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    plain = Model(kind, rows)
+    theirs = sgd(plain, 0.05)
+    with streamed(plain, lambda model: sgd(model, 0.05), **options) as (ours, optimizer):
+        for step in range(3):
+            batch = torch.randn(5, 3, 8, generator=torch.Generator().manual_seed(step))
+            expected, got = plain(batch), ours(batch)
+            expected.backward()
+            got.backward()
+            assert distance(got.detach(), expected.detach()) < 1e-6
+            assert_close(gradients(ours), gradients(plain))
+            for some in (theirs, optimizer):
+                some.step()
+                some.zero_grad()
+
+
+def test_a_window_of_micro_batches_that_blocks_write_into() -> None:
+    torch.manual_seed(0)
+    plain = Model(Weighs, True)
+    batches = [torch.randn(rows, 3, 8) for rows in (2, 5, 3)]
+    for batch in batches:
+        plain(batch).backward()
+    with streamed(plain) as (ours, _):
+        headrace.accumulate(ours, batches).backward()
+        assert_close(gradients(ours), gradients(plain))
+
+
+class WritesLater(Decays):
+    """Writes from its third call on."""
+
+    calls = 0
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 2:
+            mask.mul_(0.5)
+        return x + torch.tanh(self.linear(x)) + mask
+
+
+def test_a_block_that_begins_to_write_later_is_refused() -> None:
+    batch = torch.randn(5, 3, 8)
+    with streamed(Model(WritesLater, True)) as (ours, _), pytest.raises(headrace.StepError, match="wrote into an arg"):
+        for _ in range(3):
+            ours(batch).backward()
+
+
+class Multiplies(Decays):
+    """What it writes, the block before needs for its gradient."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x)) * mask
+        mask.mul_(0.5)
+        return x + y
+
+
+def test_what_an_earlier_block_needs_is_not_overwritten_unseen() -> None:
+    """Plain PyTorch refuses the backward, so must we."""
+    torch.manual_seed(0)
+    plain = Model(Multiplies, True)
+    batch = torch.randn(5, 3, 8)
+    with streamed(plain) as (ours, _):
+        for model in (plain, ours):
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                model(batch).backward()
+
+
+class WritesOutside(nn.Module):
+    """Its own forward writes into what embedding, blocks and head return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(37, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.head = nn.Linear(8, 37, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x *= 3
+        for layer in self.layers:
+            y = layer(x)
+            y.tanh_()
+            x = x + y
+        logits = self.head(x)
+        logits.mul_(0.5)
+        return logits.square().sum()
+
+
+def test_the_model_may_write_into_what_is_returned() -> None:
+    torch.manual_seed(0)
+    plain = WritesOutside()
+    ids = torch.randint(0, 37, (3, 5))
+    plain(ids).backward()
+    with streamed(plain) as (ours, _):
+        ours(ids).backward()
+        assert_close(gradients(ours), gradients(plain))
