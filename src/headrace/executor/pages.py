@@ -76,13 +76,18 @@ class Copy:
         flat = self.place.memory.view(self.dtype)
         return flat if self.strided is None else flat.view(self.strided[0])
 
-    def load(self, side: torch.cuda.Stream | None) -> None:
-        """Bring the bytes back, on the stream `side`. Their memory is the current stream's, which must wait (`use`)."""
+    def allocate(self) -> None:
+        """Device memory for the bytes. It is the current stream's."""
         size, extent = self.dtype.itemsize, self.place.memory.numel() // self.dtype.itemsize
         if self.strided is not None:
             extent = extent_of(*self.strided)
         room = torch.empty(self.shift + extent * size, dtype=torch.uint8, device=self.device)
         self.loaded = room[self.shift :].view(self.dtype)
+
+    def load(self, side: torch.cuda.Stream | None) -> None:
+        """Bring the bytes back, on the stream `side`, which waits for the current one already; that must wait (`use`)
+        before it reads them."""
+        assert self.loaded is not None
         target = self.loaded if self.strided is None else self.loaded.as_strided(*self.strided)
         if side is None:
             target.copy_(self.host())

@@ -257,9 +257,11 @@ class ActivationPaging:
         self._load([copy for copy in near if copy.loaded is None])
 
     def _load(self, copies: list[Copy]) -> None:
+        for copy in copies:
+            copy.allocate()
         for device in {copy.device for copy in copies}:
             side = self._side(device)
-            if side is not None:  # the memory that they come to may be in use by what was computed so far
+            if side is not None:  # what was computed so far may use the memory that they come to
                 side.wait_stream(torch.cuda.current_stream(device))
             for copy in copies:
                 if copy.device == device:
