@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from headrace.loss.linear_cross_entropy import causal_lm_loss, linear_cross_entropy
     from headrace.model.blocks import find_blocks
     from headrace.model.build import load_model
+    from headrace.optim.host_adamw import AdamW
     from headrace.session.session import Session
     from headrace.session.wrap import memory_report, session, unwrap, wrap
 
@@ -46,6 +47,7 @@ __all__ = [
     "load_model",
     "linear_cross_entropy",
     "causal_lm_loss",
+    "AdamW",
     "Session",
     "HeadraceError",
     "OptionError",
@@ -69,6 +71,7 @@ _HOMES = {
     "offload_activations": "headrace.executor.paging",
     "Session": "headrace.session.session",
     "find_blocks": "headrace.model.blocks",
+    "AdamW": "headrace.optim.host_adamw",
     "load_model": "headrace.model.build",
     "linear_cross_entropy": "headrace.loss.linear_cross_entropy",
     "causal_lm_loss": "headrace.loss.linear_cross_entropy",

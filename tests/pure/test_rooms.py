@@ -18,7 +18,7 @@ SOURCES = sorted((ROOT / "src" / "headrace").rglob("*.py"))
 OURS = sorted(path for folder in ("src", "tests", "scripts", "demo", ".ci") for path in (ROOT / folder).rglob("*"))
 HEAVY = {"torch", "transformers", "peft", "accelerate", "numba", "numpy", "safetensors", "rich", "typer", "pydantic"}
 PUBLIC = """wrap unwrap session memory_report find_blocks accumulate offload_activations load_model linear_cross_entropy causal_lm_loss
-    Session HeadraceError OptionError ModelError OptimizerError PlanError StoreError FormatError DataError
+    AdamW Session HeadraceError OptionError ModelError OptimizerError PlanError StoreError FormatError DataError
     CheckpointError StepError NonFiniteError __version__"""
 # Words that name no thing. A room or class that needs one of them has not found its noun.
 EMPTY_WORDS = re.compile(r"manager|helper|utils?$|handler|common|engine", re.IGNORECASE)

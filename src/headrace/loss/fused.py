@@ -45,10 +45,11 @@ def fused_loss(
         num_items_in_batch: int | Tensor | None = None,
         ignore_index: int = -100,
         shift_labels: Tensor | None = None,
+        label_smoothing: float = 0.0,
         **unused: Any,  # ForCausalLMLoss ignores the rest as well
     ) -> Tensor | None:
         """The loss, or None where only real logits will do."""
-        spec = head_spec(logits, ignore_index=ignore_index)
+        spec = head_spec(logits, ignore_index=ignore_index, label_smoothing=label_smoothing)
         if spec is None or vocab_size != spec.vocab:
             return None
         if shift_labels is None:

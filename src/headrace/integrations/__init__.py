@@ -1,0 +1,1 @@
+"""Integrations: Headrace inside the training loops of other libraries."""

@@ -1,0 +1,61 @@
+"""The callback for people who keep a stock Trainer and give it a model and an optimizer that headrace.wrap returned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback
+
+from headrace.base.errors import OptionError
+from headrace.integrations.trainer_arguments import refused
+from headrace.integrations.trainer_log import Meter
+from headrace.session.session import Session
+
+
+class HeadraceCallback(TrainerCallback):
+    """Checks that the Trainer can train a wrapped model, spares the optimizer's state a copy, and logs what steps take.
+
+    ```python
+    model, optimizer = headrace.wrap(model, lr=1e-5)
+    Trainer(model=model, args=arguments, optimizers=(optimizer, None), callbacks=[HeadraceCallback()], ...)
+    ```
+
+    Each micro-batch of an accumulation window loads the weights again, and clipping reads every gradient:
+    `HeadraceTrainer` needs neither.
+    """
+
+    def __init__(self) -> None:
+        self._meter: Meter | None = None
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        """Refuse, by name, what cannot work. Raises OptionError."""
+        session = getattr(objects.get("model"), "_headrace_session", None)
+        faults = list(refused(args, {}))
+        if not isinstance(session, Session):
+            faults.append("the model is not wrapped: call headrace.wrap(model, ...) first, or use HeadraceTrainer")
+        elif objects.get("optimizer") is not session.optimizer:
+            faults.append("the Trainer has another optimizer: pass optimizers=(optimizer, None) from headrace.wrap")
+        elif str(session.device) != str(args.device):
+            faults.append(f"the session computes on {session.device}, the Trainer on {args.device}")
+        elif session.options.updates_at_once and session.options.accumulation != args.gradient_accumulation_steps:
+            faults.append(f"wrap was told accumulation={session.options.accumulation}, the Trainer "
+                          f"gradient_accumulation_steps={args.gradient_accumulation_steps}")  # fmt: skip
+        if faults:
+            numbers = f"{len(faults)} things stand against a stock Trainer"
+            raise OptionError("; ".join(faults), numbers, "Change them as said")
+        assert isinstance(session, Session)
+        # accelerate would read the whole optimizer state, move it to the device and load it again.
+        session.optimizer._is_accelerate_prepared = True  # type: ignore[attr-defined]
+        session.optimizer.step_was_skipped = False  # type: ignore[attr-defined]
+        if args.gradient_accumulation_steps > 1:
+            text = "a stock Trainer loads the weights for each micro-batch, HeadraceTrainer once per window"
+            session.events.add("accumulation", text, micro_batches=args.gradient_accumulation_steps)
+        self._meter = Meter(session)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **objects: Any) -> None:
+        """Add the fields of a streamed step to training logs."""
+        if logs is not None and "loss" in logs and self._meter is not None:
+            fields = self._meter.fields()
+            fields.pop("tokens_per_second")  # a callback sees no batch
+            logs.update(fields)
+            state.log_history[-1].update(fields)

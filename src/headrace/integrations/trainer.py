@@ -1,0 +1,264 @@
+"""What makes a transformers Trainer train a streamed model: mixed in before the Trainer's class.
+
+A whole accumulation window goes through `headrace.accumulate`: `training_step` keeps the micro-batches of a window and
+runs them when the last one has come, so the Trainer goes on counting steps, tokens and epochs itself. The model is
+wrapped when it is first needed, by `train` or by an evaluation, so adapters, tokens or heads may be added until then.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.base.errors import OptionError
+from headrace.executor.window import accumulate
+from headrace.integrations import trainer_checkpoint as checkpoint
+from headrace.integrations.trainer_arguments import Setup, check_model, set_up
+from headrace.integrations.trainer_log import GradNorm, Meter, logits_as_tensors
+from headrace.integrations.trainer_loss import StreamedLabelSmoother
+from headrace.session.session import Session
+from headrace.session.wrap import wrap
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+    _Base = Trainer
+else:
+    _Base = object
+
+
+class StreamedTraining(_Base):
+    """Mixed in before a class derived from transformers.Trainer: `class Mine(StreamedTraining, SomeTrainer)`.
+
+    `headrace`: options of headrace.wrap (memory limits, placement, rows, ...), but for those that TrainingArguments
+    decide. Raises OptionError naming every argument that cannot be honoured, with the alternative.
+    """
+
+    def __init__(
+        self, model: Any = None, args: Any = None, *others: Any, headrace: Mapping[str, Any] | None = None, **named: Any
+    ) -> None:
+        self._given = dict(headrace or {})
+        self._own_optimizer = _gives_optimizer(super().__init__, (model, args, *others), named)
+        self._window: list[Any] = []
+        self._meter: Meter | None = None
+        model, self._was_compiled = _uncompiled(model)
+        super().__init__(model, args, *others, **named)
+        smoother: Any = self.label_smoother
+        if smoother is not None:
+            self.label_smoother = StreamedLabelSmoother(smoother, lambda: self.model)  # type: ignore[assignment]
+        if _session_of(self.model) is not None:
+            self._adopt()
+
+    # -- opening ------------------------------------------------------------------------------------------------------
+
+    @property
+    def session(self) -> Session:
+        """The open session of the model; the model is wrapped if it is not yet."""
+        found = _session_of(self._open())
+        assert found is not None
+        return found
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The Trainer knows its arguments and its model, and has used neither: the moment to refuse."""
+        self._setup: Setup = set_up(self.args, self.model, self._given, self._own_optimizer)
+        if self._was_compiled:
+            self._setup.notes.append(("compile", "the model was compiled as a whole: it runs uncompiled"))
+        if self.args.n_gpu > 1:
+            self.args._n_gpu = 1
+        super().create_accelerator_and_postprocess()
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        args: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        args.pop("dynamo_plugin", None)  # blocks are not compiled, and compiling around them gains nothing
+        if not self._setup.autocast:
+            args["mixed_precision"] = "no"
+        return args
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Blocks go there one at a time."""
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """Called before training and before an evaluation, when the optimizer is known."""
+        return self._open()
+
+    def _open(self) -> nn.Module:
+        """The model, wrapped."""
+        model: Any = self.model
+        if _session_of(model) is not None:
+            return model  # type: ignore[no-any-return]
+        if self.optimizer is None:
+            self.create_optimizer()
+        wrapped, _ = wrap(model, self.optimizer, **self._setup.options)
+        session = _session_of(model)
+        assert session is not None
+        for kind, text in self._setup.notes:
+            session.events.add(kind, text)
+        self._begin(session)
+        return wrapped
+
+    def _begin(self, session: Session) -> None:
+        """Tell accelerate that all is prepared: it would copy the optimizer's whole state, and move the model."""
+        optimizer: Any = self.optimizer
+        optimizer._is_accelerate_prepared = True
+        optimizer.step_was_skipped = False
+        model: Any = session.model
+        self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)  # for autocast
+        model._is_accelerate_prepared = True
+        self._meter = Meter(session)
+
+    def _adopt(self) -> None:
+        """The model came wrapped: its session must do what the arguments say."""
+        session = self.session
+        if self.optimizer is None:
+            self.optimizer = session.optimizer
+        asked, opened = self._setup.options, session.options
+        faults = [f"headrace={{{name!r}: ...}} came too late" for name in self._given]
+        faults += [
+            f"{name} is {getattr(opened, name)!r} in the session and {asked.get(name)!r} by the Trainer's arguments"
+            for name in ("max_grad_norm", "autocast")
+            if getattr(opened, name) != asked.get(name)
+        ]
+        if self.optimizer is not session.optimizer:
+            faults.append("the optimizer given is not the one that headrace.wrap returned")
+        if str(session.device) != str(self.args.device):
+            faults.append(f"the session computes on {session.device}, the Trainer on {self.args.device}")
+        if faults:
+            raise OptionError(
+                "; ".join(faults),
+                "the model was wrapped before the Trainer was made",
+                "Give the Trainer the model unwrapped, or wrap it with what the arguments say",
+            )
+        self._begin(session)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """A new model for a new run: the session of the last one gives its memory back first."""
+        old = _session_of(self.model)
+        if old is not None:
+            old.close()
+        model: nn.Module = super().call_model_init(trial)
+        check_model(self.args, model)
+        return model
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: Any = None, *others: Any, **named: Any) -> Any:
+        """See transformers.Trainer.train. `resume_from_checkpoint=True`: the newest complete checkpoint."""
+        self._window.clear()
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = checkpoint.newest(str(self.args.output_dir))
+        try:
+            return super().train(resume_from_checkpoint, *others, **named)
+        except BaseException:
+            if self.neftune_noise_alpha is not None and hasattr(self, "neftune_hook_handle"):
+                self.neftune_hook_handle.remove()  # else a second call of train() adds the noise twice
+            raise
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The next window begins: what a stopped one has left is dropped."""
+        self._window.clear()
+        return super().get_batch_samples(*args, **kwargs)
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """The window's loss when its last micro-batch has come, which is run with the others then; zero before."""
+        self._window.append(inputs)
+        if len(self._window) < self.current_gradient_accumulation_steps:
+            return torch.zeros((), device=self.args.device)
+        window, self._window = self._window, []
+        model.train()
+        window = [self._prepare_inputs(inputs) for inputs in window]
+        assert self._meter is not None
+        self._meter.count(window, getattr(model, "main_input_name", "input_ids"))
+
+        def loss_of(inputs: Any) -> Tensor:
+            with self.compute_loss_context_manager():
+                loss: Any = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            scaled: Tensor = loss if self._is_scaled(num_items_in_batch) else loss / len(window)
+            return scaled
+
+        loss = accumulate(loss_of, window)
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            _empty_cache()
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+    def _is_scaled(self, num_items_in_batch: Any) -> bool:
+        """Whether `compute_loss` has divided by the window's items, as transformers decides it."""
+        said = getattr(self, "loss_is_scaled_for_ga", None)
+        if said is not None:
+            return bool(said)
+        by_model = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        return bool(by_model or self.compute_loss_func is not None)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        """Clipping is an option of the session, and exact."""
+        return GradNorm.of(self.session)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Tensor:
+        """The norm before clipping: read when it is logged."""
+        return GradNorm.of(self.session)
+
+    def prediction_step(self, *given: Any, **named: Any) -> Any:
+        """Logits are computed only for those who asked for more than the loss."""
+        loss, logits, labels = super().prediction_step(*given, **named)
+        return loss, logits_as_tensors(logits, self.session.events), labels
+
+    def log(self, logs: dict[str, float], *others: Any, **named: Any) -> None:
+        """Training logs also say what the step took."""
+        if "loss" in logs and self._meter is not None:
+            logs.update(self._meter.fields())
+        super().log(logs, *others, **named)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        checkpoint.save(output_dir, self.session, self.lr_scheduler)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """The exact state comes later, when all is prepared; other checkpoints give their weights now."""
+        if not checkpoint.is_exact(resume_from_checkpoint):
+            self._load_weights(resume_from_checkpoint, super()._load_from_checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint_dir: str | None) -> None:
+        if checkpoint_dir is not None and checkpoint.is_exact(checkpoint_dir):
+            checkpoint.restore(checkpoint_dir, self.session, self.lr_scheduler)
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint_dir)
+
+    def _load_best_model(self) -> None:
+        best = super()._load_best_model
+        self._load_weights(str(self.state.best_model_checkpoint), lambda folder: best())
+
+    def _load_weights(self, folder: str, otherwise: Callable[[str], None]) -> None:
+        """The weights in a model folder, one tensor at a time; what is none of transformers' own goes the Trainer's
+        way."""
+        if not checkpoint.load_weights(self._open(), folder):
+            otherwise(folder)
+
+
+def _gives_optimizer(init: Callable[..., None], positional: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    bound = inspect.signature(init).bind_partial(*positional, **named).arguments
+    given = {**bound.get("kwargs", {}), **bound}
+    optimizer, _ = given.get("optimizers") or (None, None)
+    return optimizer is not None or given.get("optimizer_cls_and_kwargs") is not None
+
+
+def _uncompiled(model: Any) -> tuple[Any, bool]:
+    """The module inside torch.compile(model), and whether there was one."""
+    inner = getattr(model, "_orig_mod", None)
+    return (model, False) if inner is None else (inner, True)
+
+
+def _session_of(model: Any) -> Session | None:
+    found = getattr(model, "_headrace_session", None)
+    return found if isinstance(found, Session) else None
+
+
+def _empty_cache() -> None:
+    from accelerate.utils.memory import clear_device_cache
+
+    clear_device_cache()

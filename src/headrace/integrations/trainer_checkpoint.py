@@ -1,0 +1,92 @@
+"""A Trainer's checkpoints of a streamed model: an ordinary model folder, with the exact state in a folder inside it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from headrace.base.errors import CheckpointError
+from headrace.session.session import Session
+
+STATE = "headrace"
+"""The folder of the exact state (masters, moments, counts, buffers) inside a checkpoint."""
+SCHEDULER = "scheduler.pt"
+TRAINER_STATE = "trainer_state.json"
+
+
+def save(folder: str, session: Session, scheduler: Any) -> None:
+    """Write the exact state and the schedule into a checkpoint."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    session.save(Path(folder) / STATE)
+    torch.save(scheduler.state_dict(), Path(folder) / SCHEDULER)
+
+
+def restore(folder: str, session: Session, scheduler: Any) -> None:
+    """Put what `save` wrote into the session and the scheduler. Raises CheckpointError."""
+    session.restore(Path(folder) / STATE)
+    path = Path(folder) / SCHEDULER
+    if not path.is_file():
+        raise CheckpointError(f"{folder} is incomplete", f"it holds no {SCHEDULER}", "Use an earlier checkpoint")
+    scheduler.load_state_dict(torch.load(path, weights_only=True))
+
+
+def is_exact(folder: str) -> bool:
+    """Whether a checkpoint holds the exact state, and not only weights."""
+    return (Path(folder) / STATE).is_dir()
+
+
+def newest(output_dir: str) -> str:
+    """The newest complete checkpoint of a run: the Trainer writes trainer_state.json last. Raises CheckpointError."""
+    numbered = {}
+    for path in Path(output_dir).glob("checkpoint-*"):
+        number = re.fullmatch(r"checkpoint-(\d+)", path.name)
+        if number and path.is_dir():
+            numbered[int(number[1])] = path
+    for _, path in sorted(numbered.items(), reverse=True):
+        if _is_complete(path):
+            return str(path)
+    raise CheckpointError(
+        f"there is no complete checkpoint in {output_dir}",
+        f"{len(numbered)} folders called checkpoint-N" + (", none with its trainer_state.json" if numbered else ""),
+        "Check output_dir, or train without resume_from_checkpoint",
+    )
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        json.loads((path / TRAINER_STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def load_weights(model: nn.Module, folder: str) -> bool:
+    """Give a wrapped model the weights of a model folder, one tensor at a time, through the names and merges of its
+    family. False when the folder or the model is none of transformers' own: nothing has changed then."""
+    from headrace.model.build import load_model
+
+    place = Path(folder)
+    if not (place / "config.json").is_file() or not any(place.glob("*.safetensors")):
+        return False
+    donor = load_model(place)
+    if type(donor) is not type(model):
+        return False
+    given, own = dict(donor.named_parameters()), dict(model.named_parameters())
+    if given.keys() != own.keys():
+        raise CheckpointError(
+            f"{folder} belongs to another model",
+            f"{len(given.keys() ^ own.keys())} parameters differ in name, such as {min(given.keys() ^ own.keys())}",
+            "Use a checkpoint of this model",
+        )
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(given[name])
+        buffers = dict(donor.named_buffers())
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+    return True
