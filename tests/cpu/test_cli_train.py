@@ -38,10 +38,10 @@ def plain_training(model_folder: Path, data: Path, folder: Path) -> tuple[dict[s
     for factor in (0.5, 1.0, 1.0, 0.75, 0.5, 0.25):
         total, count = torch.zeros(()), 0
         for index in sampler.next():
-            ids, prompt = table.row(int(index))
+            ((ids, trained),) = table.row(int(index))
             row = torch.tensor(ids.tolist())
             logits = model(row[None]).logits[0]
-            first = max(prompt, 1)
+            first = int(trained.argmax())
             total = total + torch.nn.functional.cross_entropy(logits[first - 1 : -1], row[first:], reduction="sum")
             count += len(row) - first
         (total / count).backward()
@@ -91,12 +91,13 @@ def _token_mean(model_folder: Path, data: Path, folder: Path) -> float:
     table, _ = prepare([data], Encoder(AutoTokenizer.from_pretrained(model_folder), 53), Shape(16), folder)
     total, count = 0.0, 0
     for index in range(len(table)):
-        ids, prompt = table.row(index)
+        ((ids, trained),) = table.row(index)
+        first = int(trained.argmax())
         row = torch.tensor(ids.tolist())
         with torch.no_grad():
             scores = model(row[None]).logits[0].log_softmax(-1)
-        total -= sum(float(scores[place - 1, row[place]]) for place in range(prompt, len(row)))
-        count += len(row) - prompt
+        total -= sum(float(scores[place - 1, row[place]]) for place in range(first, len(row)))
+        count += len(row) - first
     return total / count
 
 

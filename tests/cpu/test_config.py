@@ -127,6 +127,7 @@ def test_missing_file(tmp_path: Path) -> None:
 
 NON_DEFAULT: dict[str, tuple[Any, Any]] = {
     "steps": (7, 9), "batch": (2, 3), "accumulation": (4, 5), "sequence_length": (32, 64), "packing": (False, True),
+    "chat_template": ("/etc/hostname", "/etc/passwd"),
     "long_rows": ("drop", "cut"), "broken_rows": ("skip", "refuse"), "lr": (0.5, 0.25),
     "schedule": ("cosine", "constant"),
     "warmup": (1, 2), "max_grad_norm": (0.5, 2.0), "betas": ([0.5, 0.6], [0.7, 0.8]), "eps": (1e-6, 1e-7),

@@ -9,11 +9,13 @@ import pytest
 
 from headrace.base.errors import DataError
 from headrace.data import rows as rows_module
-from headrace.data.rows import Broken, Pair, Text, read_rows
+from headrace.data.broken import Broken
+from headrace.data.rows import Pair, Text, read_rows
 from headrace.data.sources import find_sources
+from headrace.data.turns import Chat
 
 
-def read(path: Path) -> list[Text | Pair | Broken]:
+def read(path: Path) -> list[Text | Pair | Chat | Broken]:
     return [row for source in find_sources([path]) for row in read_rows(source)]
 
 
@@ -21,11 +23,12 @@ def test_folder_is_walked_sorted_without_hidden_files(tmp_path: Path) -> None:
     for name in ("b.txt", "a.md", "sub/c.py", "sub/d.jsonl", ".git/e.txt", "sub/.f.txt", "g.png", "A.TXT"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text('{"text": "x"}')
-    found = [(str(source.path.relative_to(tmp_path)), source.rows) for source in find_sources([tmp_path])]
-    assert found == [("A.TXT", False), ("a.md", False), ("b.txt", False), ("sub/c.py", False), ("sub/d.jsonl", True)]
+    found = [(str(Path(source.place).relative_to(tmp_path)), source.kind) for source in find_sources([tmp_path])]
+    names = [("A.TXT", "text"), ("a.md", "text"), ("b.txt", "text"), ("sub/c.py", "text"), ("sub/d.jsonl", "rows")]
+    assert found == names
 
 
-@pytest.mark.parametrize("name", ["rows.json", "table.csv", "rows.jsonl.gz", "x.parquet"])
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl.gz", "x.feather"])
 def test_formats_that_are_not_read_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("[]")
     with pytest.raises(DataError, match="not in a format that is read"):
@@ -43,7 +46,7 @@ def test_order_and_repetition_of_named_files_are_kept(tmp_path: Path) -> None:
     for name in ("b.txt", "a.unknown"):
         (tmp_path / name).write_text(name)
     paths = [tmp_path / "b.txt", tmp_path / "a.unknown", tmp_path / "b.txt"]
-    assert [source.path for source in find_sources(paths)] == paths
+    assert [source.place for source in find_sources(paths)] == [str(path) for path in paths]
 
 
 BROKEN_LINES = [
@@ -67,8 +70,9 @@ BROKEN_LINES = [
     (b"null", "null instead of an object"),
     (b'{"text": "caf\xe9"}', "not UTF-8 (byte 0xe9 at column 14)"),
     (b'{"text": "\\ud800"}', "lone surrogate at position 1"),
-    (b'{"messages": [{"role": "user", "content": "x"}]}', 'chat field "messages"'),
-    (b'{"conversations": [{"from": "human", "value": "x"}]}', 'accepted: {"text": "..."} or'),
+    (b'{"text": "x", "messages": []}', 'both "text" and "messages": leave one'),
+    (b'{"prompt": "x", "completion": "y", "messages": []}', 'both "prompt"/"completion" and "messages"'),
+    (b'{"instruction": "x", "output": "y"}', 'accepted: {"text": "..."}, {"prompt": "...", "completion": "..."} or'),
     (b"[" * 100_000, "not "),
 ]
 
@@ -126,3 +130,19 @@ def test_unreadable_file_is_an_error_with_its_name(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(DataError, match=r"cannot read .*a\.jsonl"):
         list(read_rows(source))
+
+
+def test_tables_hold_text_as_it_stands(tmp_path: Path) -> None:
+    """No value becomes a number or a null: "42" and "NA" are answers."""
+    path = tmp_path / "rows.csv"
+    lines = '\ufeffprompt,id,completion\nwhat,1,42\n"a, b\nc",2,NA\n,3,x\nshort,4\nlong,5,x,y\n'
+    path.write_text(lines, encoding="utf-8")
+    where = [f"{path}:{line}" for line in range(8)]
+    assert read(path)[:2] == [Pair(where[2], "what", "42"), Pair(where[4], "a, b\nc", "NA")]
+    assert read(path)[2:] == [
+        Broken(where[5], '"prompt" is empty'), Broken(where[6], "fewer values than the header has names"),
+        Broken(where[7], "more values than the header has names"),
+    ]  # fmt: skip
+    other = tmp_path / "rows.tsv"
+    other.write_text("text\ta\none, two\tb\n")
+    assert read(other) == [Text(f"{other}:2", "one, two")]

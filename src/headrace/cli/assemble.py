@@ -18,8 +18,10 @@ from headrace.cli.config import RunConfig
 from headrace.cli.config_file import ConfigError
 from headrace.cli.random_state import seed_all
 from headrace.cli.rates import rate_factor
+from headrace.data.counts import Counts
 from headrace.data.encode import Encoder
-from headrace.data.prepare import Counts, Shape, prepare
+from headrace.data.isolation import packed_call, refuse_unless_apart, refuse_without_positions, wants_flat_rows
+from headrace.data.prepare import Shape, prepare
 from headrace.data.sampler import Sampler
 from headrace.data.table import TokenTable
 from headrace.session.wrap import session, wrap
@@ -30,7 +32,10 @@ DEFAULT_LENGTH = 1024
 
 @dataclass
 class Parts:
-    """What the training loop works with. `config` is complete; `steps`: optimizer steps of the whole run."""
+    """What the training loop works with. `config` is complete; `steps`: optimizer steps of the whole run.
+
+    `call`: arguments of the model besides a batch; `flat`: a batch is one row (see `headrace.data.isolation`).
+    """
 
     config: RunConfig
     model: Any
@@ -44,6 +49,8 @@ class Parts:
     pad: int
     steps: int
     fingerprints: dict[str, str]
+    call: dict[str, Any]
+    flat: bool
 
 
 def assemble(config: RunConfig, say: Callable[[str], None], counting: Callable[[Counts], None] | None = None) -> Parts:
@@ -57,6 +64,8 @@ def assemble(config: RunConfig, say: Callable[[str], None], counting: Callable[[
     place = config.model or config.config_model or ""  # the configuration's rules see to it that there is one
     model = headrace.load_model(place, dtype=getattr(torch, config.dtype), random_weights=config.model is None)
     config = _with_length(config, model, say)
+    if config.packing is True:
+        refuse_without_positions(model, config.sequence_length or DEFAULT_LENGTH)
     encoder = Encoder(tokenizer, model.get_input_embeddings().weight.shape[0])
     train, validation = _read_data(config, encoder, say, counting)
     sampler = Sampler(len(train), config.batch * config.accumulation, config.seed)
@@ -64,12 +73,24 @@ def assemble(config: RunConfig, say: Callable[[str], None], counting: Callable[[
     if config.warmup >= steps and config.warmup:
         raise ConfigError([f"warmup = {config.warmup} leaves nothing of the {steps} steps"])
     model, optimizer = _streamed(config, model)
+    flat = train.apart and wants_flat_rows(model)
+    if train.apart:
+        _keep_apart(model, train, flat)
     factor = partial(rate_factor, schedule=config.schedule, warmup=config.warmup, steps=steps)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(step))
     return Parts(
         config, model, tokenizer, session(model), optimizer, scheduler, train, validation, sampler,
         encoder.pad, steps, {"data": train.fingerprint, "model": model_fingerprint(model)},
+        packed_call(model) if train.apart else {}, flat,
     )  # fmt: skip
+
+
+def _keep_apart(model: Any, table: TokenTable, flat: bool) -> None:
+    """Refuse packing unless the model, run once on a few tokens, keeps documents apart; an event has the numbers."""
+    opened = session(model)
+    numbers = refuse_unless_apart(model, table, opened.device, flat)
+    told = {name: f"{value:.1e}" for name, value in numbers.items()}
+    opened.events.add("packing", "documents of a packed row do not see each other", **told)
 
 
 def _streamed(config: RunConfig, model: Any) -> tuple[Any, Any]:
@@ -115,13 +136,16 @@ def _load_tokenizer(config: RunConfig) -> Any:
 
     place = config.tokenizer or config.model
     try:
-        return AutoTokenizer.from_pretrained(place)
+        tokenizer = AutoTokenizer.from_pretrained(place)
     except Exception as error:  # every way in which files, a network or a format can fail
         reason = " ".join(str(error).split())
         raise ModelError(
             f"the tokenizer in {place} cannot be loaded", f"{type(error).__name__}: {reason[:300]}",
             "Give a folder with tokenizer.json, or --tokenizer FOLDER",
         ) from error  # fmt: skip
+    if config.chat_template is not None:
+        tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
+    return tokenizer
 
 
 def _with_length(config: RunConfig, model: Any, say: Callable[[str], None]) -> RunConfig:
@@ -139,13 +163,16 @@ def _with_length(config: RunConfig, model: Any, say: Callable[[str], None]) -> R
 def _read_data(
     config: RunConfig, encoder: Encoder, say: Callable[[str], None], counting: Callable[[Counts], None] | None
 ) -> tuple[TokenTable, TokenTable | None]:
-    shape = Shape(config.sequence_length or DEFAULT_LENGTH, config.packing, config.long_rows, config.broken_rows)
+    length = config.sequence_length or DEFAULT_LENGTH
+    shape = Shape(length, config.packing, config.long_rows, config.broken_rows, config.seed)
 
     def read(name: str, paths: tuple[str, ...]) -> TokenTable:
         table, counts = prepare(paths, encoder, shape, Path(config.output), counting)
         say(f"{name}: {counts}")
         for place in counts.named:
             say(f"  skipped {place}")
+        if counts.example:
+            say(f"  what is trained stands between >>> and <<<, as in the first of them:\n{counts.example}")
         return table
 
     train = read("data", config.data)

@@ -47,7 +47,8 @@ class RunConfig(BaseModel):
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer; the model's own unless given."""
     data: tuple[str, ...] = ()
-    """JSONL file ("text", or "prompt" and "completion"), text file, or folder of these; may be repeated."""
+    """JSONL file ("text", "messages", or "prompt" and "completion"), CSV, parquet or text file, folder of these, or
+    dataset ("owner/name:split" on the hub, or a folder of save_to_disk); may be repeated."""
     output: str = ""
     """Folder for the trained model, its checkpoints and its log."""
 
@@ -61,8 +62,11 @@ class RunConfig(BaseModel):
     """Micro-batches in an optimizer step; they share one load of the weights."""
     sequence_length: Annotated[int, Field(ge=2)] | None = None
     """Longest row, in tokens; 1024 unless given, or the model's positions where those are fewer."""
-    packing: bool = True
-    """Join text documents, an end token between them, into rows of sequence_length (pairs never are)."""
+    packing: bool | Literal["joined"] = "joined"
+    """Fill rows of sequence_length. true: with several documents, pairs and conversations, which do not see each
+    other; "joined": with text documents, an end token between them, which do; false: one of them a row."""
+    chat_template: str | None = None
+    """Jinja file that conversations are written with, and saved with the model; the tokenizer's own unless given."""
     long_rows: Literal["refuse", "drop", "cut"] = "refuse"
     """What to do with rows longer than sequence_length: refuse the run, drop them, or cut their end off."""
     broken_rows: Literal["refuse", "skip"] = "refuse"
@@ -126,6 +130,13 @@ class RunConfig(BaseModel):
     def _no_truth_for_numbers(cls, value: Any, info: Any) -> Any:
         if isinstance(value, bool) and info.field_name not in ("resume", "packing"):
             raise ValueError(f"is {str(value).lower()}, which this option does not take")
+        return value
+
+    @field_validator("packing", mode="before")
+    @classmethod
+    def _known_packing(cls, value: Any) -> Any:
+        if not isinstance(value, bool) and value != "joined":
+            raise ValueError('is neither true nor false nor "joined"')
         return value
 
     @field_validator("data", mode="before")

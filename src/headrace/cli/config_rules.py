@@ -7,8 +7,9 @@ from collections.abc import Iterator, Set
 from pathlib import Path
 
 from headrace.cli.config import RunConfig
+from headrace.data.sources import absolute, dataset_of
 
-_PATHS = ("config_model", "output", "disk_dir", "log")
+_PATHS = ("config_model", "output", "disk_dir", "log", "chat_template")
 _PATHS_OR_IDS = ("model", "tokenizer")
 
 
@@ -53,8 +54,10 @@ def _files(config: RunConfig) -> Iterator[tuple[str, str]]:
     if isinstance(config.validation, tuple):
         paths += [("validation", path) for path in config.validation]
     for name, path in paths:
-        if not Path(path).expanduser().exists():
+        if not Path(path).expanduser().exists() and dataset_of(path) is None:
             yield name, f"{name} = {path!r} does not exist"
+    if config.chat_template is not None and not Path(config.chat_template).expanduser().is_file():
+        yield "chat_template", f"chat_template = {config.chat_template!r} is no file"
     for name in _PATHS_OR_IDS:
         value = getattr(config, name)
         if value is not None:
@@ -85,9 +88,9 @@ def resolved(config: RunConfig) -> RunConfig:
         value = getattr(config, name)
         if value and Path(value).expanduser().exists():
             update[name] = _absolute(value)
-    update["data"] = tuple(_absolute(path) for path in config.data)
+    update["data"] = tuple(absolute(path) for path in config.data)
     if isinstance(config.validation, tuple):
-        update["validation"] = tuple(_absolute(path) for path in config.validation)
+        update["validation"] = tuple(absolute(path) for path in config.validation)
     return config.model_copy(update=update)
 
 

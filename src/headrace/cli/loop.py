@@ -70,7 +70,7 @@ class Loop:
         started = time.perf_counter()
         chosen = parts.sampler.next()
         labels = parts.train.labels(chosen)
-        batches = micro_batches(parts.train, chosen, self._config.batch, parts.pad)
+        batches = micro_batches(parts.train, chosen, self._config.batch, parts.pad, parts.flat)
         loss = headrace.accumulate(lambda batch: self._loss(batch, labels), batches)
         loss.backward()
         rate = parts.optimizer.param_groups[0]["lr"]
@@ -99,7 +99,8 @@ class Loop:
         """
         own = int((batch["labels"][:, 1:] != IGNORED).sum())
         device = self._parts.session.device
-        mean: Tensor = self._parts.model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
+        placed = {name: tensor.to(device) for name, tensor in batch.items()}
+        mean: Tensor = self._parts.model(**placed, **self._parts.call).loss
         return mean * (own / labels)
 
     def _evaluate_and_tell(self, display: Display, log: StepLog) -> None:
@@ -126,7 +127,8 @@ class Loop:
                 for start in range(0, len(every), together):  # in windows, as training does: one load of the weights
                     if self._stop.number is not None:
                         return None
-                    batches = micro_batches(table, order[start : start + together], self._config.batch, parts.pad)
+                    rows = order[start : start + together]
+                    batches = micro_batches(table, rows, self._config.batch, parts.pad, parts.flat)
                     total += float(headrace.accumulate(lambda batch: self._loss(batch, labels), batches))
         finally:
             parts.model.train()

@@ -55,7 +55,7 @@ def _run(config: RunConfig, console: Console, stop: Stop) -> bool:
     checkpoints.sweep()
     with console.status("reading data") as status:
         parts = assemble(
-            config, say, lambda counts: status.update(f"reading data: {counts.documents + counts.pairs} rows")
+            config, say, lambda counts: status.update(f"reading data: {counts.rows} rows")
         )
     with parts.session:
         loop = Loop(parts, checkpoints, stop)

@@ -3,62 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from headrace.base.errors import DataError
+from headrace.data.broken import Broken
+from headrace.data.counts import NAMED, Counts
 from headrace.data.encode import Encoded, Encoder
-from headrace.data.rows import Broken, Pair, Text, read_rows
+from headrace.data.rows import Pair, Text, read_rows
 from headrace.data.sources import Source, find_sources
 from headrace.data.table import TableWriter, TokenTable
+from headrace.data.turns import Chat
 
-NAMED = 10
-"""Broken or over-long rows that a message names; the rest is counted."""
+Packing = bool | Literal["joined"]
 
 _GROUP_ROWS, _GROUP_CHARACTERS = 256, 1 << 20
+_EXAMPLE_CHARACTERS = 1200
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How rows are made. Lengths are in tokens and include begin and end tokens."""
+    """How rows are made. Lengths are in tokens and include begin and end tokens.
+
+    `packing`: True puts several documents, pairs and conversations into one row, where they do not see each other,
+    and cuts longer documents into pieces. "joined" strings documents together, with an end token between them, and
+    cuts that into rows, where they see each other; pairs and conversations stand alone. `seed` decides among
+    packings that are equally good.
+    """
 
     sequence_length: int
-    packing: bool = True
-    """Text documents are joined, with an end token between them, and cut into rows of sequence_length."""
+    packing: Packing = "joined"
     long_rows: Literal["drop", "cut", "refuse"] = "refuse"
     broken_rows: Literal["refuse", "skip"] = "refuse"
-
-
-@dataclass
-class Counts:
-    """What became of the rows. Counted in rows of the data, but `packed` in rows made from joined documents."""
-
-    files: int = 0
-    documents: int = 0
-    pairs: int = 0
-    packed: int = 0
-    kept: int = 0
-    cut: int = 0
-    dropped: int = 0
-    unlabelled: int = 0
-    broken: int = 0
-    tokens: int = 0
-    labels: int = 0
-    longest: int = 0
-    named: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        parts = [f"{self.files} files", f"{self.documents} documents", f"{self.pairs} prompt/completion pairs"]
-        if self.packed:
-            parts.append(f"{self.packed} packed rows")
-        parts.append(
-            f"{self.kept} rows kept ({self.cut} of them cut), {self.dropped} dropped as too long, "
-            f"{self.unlabelled} without a token to train on removed, {self.broken} broken skipped"
-        )
-        return "; ".join(parts) + f"; {self.tokens} tokens, {self.labels} of them trained"
+    seed: int = 0
 
 
 def prepare(
@@ -68,25 +48,27 @@ def prepare(
     folder: Path,
     progress: Callable[[Counts], None] | None = None,
 ) -> tuple[TokenTable, Counts]:
-    """Read all files once and return their rows as tokens, kept in a nameless file in `folder`.
+    """Read all sources once and return their rows as tokens, kept in a nameless file in `folder`.
 
     Raises DataError when rows are broken and `broken_rows` is "refuse", when rows are too long and `long_rows`
     is "refuse" (each with the count and the first places), and when no row is left.
     """
     counts = Counts()
     rows = _RowMaker(encoder, shape, TableWriter(folder), counts)
-    refused = False
     for group in _groups(find_sources(paths), counts):
-        refused = refused or (counts.broken > 0 and shape.broken_rows == "refuse")
-        if not refused:  # else only count on, so that one message tells all
-            for encoded in encoder.encode(group):
+        # Once a row is refused, the rest is only read and checked, so that one message tells all.
+        refused = counts.broken > 0 and shape.broken_rows == "refuse"
+        for encoded in encoder.encode([row for row in group if isinstance(row, Chat)] if refused else group):
+            if isinstance(encoded, Broken):
+                counts.add_broken(encoded)
+            elif not refused:
                 rows.add(encoded)
-            if progress is not None:
-                progress(counts)
+        if progress is not None:
+            progress(counts)
     if counts.broken and shape.broken_rows == "refuse":
         raise DataError(
-            f"{counts.broken} of {counts.broken + counts.documents + counts.pairs} rows are broken",
-            _listed(counts.named, counts.broken), "Repair them, or set broken_rows=skip to train without them",
+            f"{counts.broken} of {counts.rows} rows are broken", _listed(counts.named, counts.broken),
+            "Repair them, or set broken_rows=skip to train without them",
         )  # fmt: skip
     rows.close()
     if rows.refused:
@@ -96,9 +78,10 @@ def prepare(
             + _listed(rows.refused, len(rows.refused)),
             "Set long_rows=drop or long_rows=cut, or raise sequence_length",
         )
-    table = rows.writer.close()
-    counts.tokens = table.tokens
-    counts.labels = table.labels(np.arange(len(table)))
+    table = rows.writer.close((shape.sequence_length, shape.seed) if shape.packing is True else None)
+    counts.tokens, counts.labels = table.tokens, table.labels(np.arange(len(table)))
+    if shape.packing is True:
+        counts.packed, counts.room = len(table), len(table) * shape.sequence_length
     if not len(table):
         raise DataError("no row is left to train on", str(counts), "Give data with at least two tokens a row")
     return table, counts
@@ -109,25 +92,20 @@ def _listed(places: Sequence[str], count: int) -> str:
     return "; ".join(places[:NAMED]) + (f"; and {rest} more" if rest else "")
 
 
-def _groups(sources: Sequence[Source], counts: Counts) -> Iterator[list[Text | Pair]]:
+def _groups(sources: Sequence[Source], counts: Counts) -> Iterator[list[Text | Pair | Chat]]:
     """Good rows in groups that are worth one call of the tokenizer; broken ones are counted and named."""
-    group: list[Text | Pair] = []
+    group: list[Text | Pair | Chat] = []
     size = 0
     for source in sources:
         counts.files += 1
         for row in read_rows(source):
+            counts.rows += not (isinstance(row, Text) and row.more)
             if isinstance(row, Broken):
-                counts.broken += 1
-                if len(counts.named) < NAMED:
-                    counts.named.append(f"{row.where}: {row.reason}")
+                counts.add_broken(row)
                 continue
-            if isinstance(row, Pair):
-                counts.pairs += 1
-                size += len(row.prompt) + len(row.completion)
-            else:
-                counts.documents += not row.more
-                size += len(row.text)
+            counts.add(row)
             group.append(row)
+            size += row.size
             if len(group) >= _GROUP_ROWS or size >= _GROUP_CHARACTERS:
                 yield group
                 group, size = [], 0
@@ -136,37 +114,44 @@ def _groups(sources: Sequence[Source], counts: Counts) -> Iterator[list[Text | P
 
 
 class _RowMaker:
-    """Turns encoded documents and pairs into rows of at most sequence_length tokens."""
+    """Turns encoded documents, pairs and conversations into rows of at most sequence_length tokens."""
 
     def __init__(self, encoder: Encoder, shape: Shape, writer: TableWriter, counts: Counts) -> None:
-        self._shape, self._counts, self.writer = shape, counts, writer
-        self._begin = [] if encoder.bos is None else [encoder.bos]
-        self._end = [encoder.eos]
-        self._stream: list[int] = []  # tokens of joined documents that wait for their row
-        self._document: list[int] = []  # pieces of a document that goes on
+        self._encoder, self._shape, self._counts, self.writer = encoder, shape, counts, writer
+        self._stream: list[int] = []  # tokens of documents that wait for their row, or for the rest of their document
         self.refused: list[str] = []
 
     def add(self, encoded: Encoded) -> None:
-        ids = encoded.ids + (self._end if encoded.ends else [])
-        if self._shape.packing and not encoded.pair:
-            self._stream += ids
-            self._pack(self._shape.sequence_length - len(self._begin))
+        if encoded.spans is not None:
+            self._note(encoded)
+            self._fit(encoded.ids, encoded.spans, encoded.where)
             return
-        self._document += ids
-        if encoded.ends:
-            document, self._document = self._document, []
-            prompt = encoded.prompt + len(self._begin) if encoded.pair else 0
-            self._fit(self._begin + document, prompt, encoded.where)
+        self._stream += encoded.ids + ([self._encoder.eos] if encoded.ends else [])
+        if self._shape.packing:
+            self._cut(rest=encoded.ends and self._shape.packing is True)
+        elif encoded.ends:
+            document, self._stream = self._stream, []
+            self._fit(self._encoder.begin + document, None, encoded.where)
 
-    def _pack(self, room: int) -> None:
-        done = 0
-        while len(self._stream) - done >= room:
-            self._write(self._begin + self._stream[done : done + room], 0)
-            self._counts.packed += 1
-            done += room
+    def _note(self, encoded: Encoded) -> None:
+        counts = self._counts
+        counts.apart += encoded.apart
+        counts.closed += encoded.closed
+        counts.parted += encoded.parted
+        if not counts.example:
+            text = self._encoder.marked(encoded)
+            counts.example = text[:_EXAMPLE_CHARACTERS] + (" ..." if len(text) > _EXAMPLE_CHARACTERS else "")
+
+    def _cut(self, rest: bool) -> None:
+        """Write full rows, each with a begin token of its own; `rest`: what is left makes a row too."""
+        room, done = self._shape.sequence_length - len(self._encoder.begin), 0
+        while len(self._stream) - done >= room or (rest and len(self._stream) > done):
+            self._write(self._encoder.begin + self._stream[done : done + room], None)
+            self._counts.packed += self._shape.packing == "joined"
+            done = min(done + room, len(self._stream))
         del self._stream[:done]
 
-    def _fit(self, ids: list[int], prompt: int, where: str) -> None:
+    def _fit(self, ids: list[int], spans: Sequence[tuple[int, int]] | None, where: str) -> None:
         limit = self._shape.sequence_length
         cut = len(ids) > limit
         if cut:
@@ -178,19 +163,18 @@ class _RowMaker:
                 self._counts.dropped += 1
                 return
             ids = ids[:limit]  # the end token goes with the rest: the row does not end here
-        if self._write(ids, prompt):
+        if self._write(ids, spans):
             self._counts.cut += cut
 
-    def _write(self, ids: list[int], prompt: int) -> bool:
-        if len(ids) <= max(prompt, 1):  # no token that is both trained and predicted from one before it
+    def _write(self, ids: list[int], spans: Sequence[tuple[int, int]] | None) -> bool:
+        if not self.writer.add(ids, spans):  # no token that is both trained and predicted from one before it
             self._counts.unlabelled += 1
             return False
-        self.writer.add(ids, prompt)
         self._counts.kept += 1
         return True
 
     def close(self) -> None:
-        """Write the last packed row, which may be shorter."""
+        """Write the last row of joined documents, which may be shorter."""
         if self._stream:
-            self._counts.packed += self._write(self._begin + self._stream, 0)
+            self._counts.packed += self._write(self._encoder.begin + self._stream, None)
             self._stream = []

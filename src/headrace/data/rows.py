@@ -1,4 +1,4 @@
-"""Rows of one file: text documents, prompt/completion pairs, and broken rows with the reason.
+"""Rows of one source: text documents, prompt/completion pairs, conversations, and broken rows with the reason.
 
 A broken row never raises here: the caller counts it and decides (see prepare). A byte order mark, Windows
 line ends, blank lines and a last line without a line end are no faults.
@@ -7,18 +7,27 @@ line ends, blank lines and a last line without a line end are no faults.
 from __future__ import annotations
 
 import codecs
+import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from headrace.base.errors import DataError
+from headrace.data.broken import Broken, kind_of, text_fault
+from headrace.data.hub import read_dataset
 from headrace.data.sources import Source
+from headrace.data.turns import ACCEPTED_TURNS, Chat, read_chat
 
 PIECE = 1 << 20
 """Characters after which a long text file is handed on, at the next line end, so that it never lies in memory whole."""
 
-ACCEPTED = '{"text": "..."} or {"prompt": "...", "completion": "..."}'
+ACCEPTED = f'{{"text": "..."}}, {{"prompt": "...", "completion": "..."}} or {ACCEPTED_TURNS}'
+
+CHAT_FIELDS = ("messages", "conversations", "conversation")
+FIELDS = ("text", "prompt", "completion", *CHAT_FIELDS, "tools")
+"""Every field that is read; others are passed over."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +38,11 @@ class Text:
     text: str
     more: bool = False
 
+    @property
+    def size(self) -> int:
+        """Characters."""
+        return len(self.text)
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -38,24 +52,31 @@ class Pair:
     prompt: str
     completion: str
 
-
-@dataclass(frozen=True)
-class Broken:
-    """A row that cannot be used. `where` is "file:line"."""
-
-    where: str
-    reason: str
+    @property
+    def size(self) -> int:
+        """Characters."""
+        return len(self.prompt) + len(self.completion)
 
 
-def read_rows(source: Source) -> Iterator[Text | Pair | Broken]:
-    """All rows of a file, broken ones among them, in order. Raises DataError when the file cannot be read."""
+def read_rows(source: Source) -> Iterator[Text | Pair | Chat | Broken]:
+    """All rows of a source, broken ones among them, in order. Raises DataError when it cannot be read."""
+    if source.kind == "dataset":
+        for row, where in read_dataset(source, FIELDS):
+            yield read_row(row, where)
+        return
+    path = Path(source.place)
     try:
-        yield from _json_rows(source.path) if source.rows else _text_rows(source)
+        if source.kind == "rows":
+            yield from _json_rows(path)
+        elif source.kind == "table":
+            yield from _table_rows(path)
+        else:
+            yield from _text_rows(path, source.found)
     except OSError as error:
-        raise DataError(f"cannot read {source.path}", error.strerror or "", "Check the path and permissions") from error
+        raise DataError(f"cannot read {path}", error.strerror or "", "Check the path and permissions") from error
 
 
-def _json_rows(path: Path) -> Iterator[Text | Pair | Broken]:
+def _json_rows(path: Path) -> Iterator[Text | Pair | Chat | Broken]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if number == 1 and line.startswith(codecs.BOM_UTF8):
@@ -64,7 +85,7 @@ def _json_rows(path: Path) -> Iterator[Text | Pair | Broken]:
                 yield _json_row(line, f"{path}:{number}")
 
 
-def _json_row(line: bytes, where: str) -> Text | Pair | Broken:
+def _json_row(line: bytes, where: str) -> Text | Pair | Chat | Broken:
     try:
         row = json.loads(line.rstrip(b"\r\n").decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -74,50 +95,65 @@ def _json_row(line: bytes, where: str) -> Text | Pair | Broken:
     except RecursionError:
         return Broken(where, "not usable JSON (nested too deeply)")
     if not isinstance(row, dict):
-        return Broken(where, f"{_kind(row)} instead of an object; accepted: {ACCEPTED}")
-    if "text" in row and ("prompt" in row or "completion" in row):
-        return Broken(where, f'both "text" and "prompt"/"completion"; accepted: {ACCEPTED}')
-    if "text" in row:
-        fault = _fault(row["text"], "text")
-        return Broken(where, fault) if fault else Text(where, row["text"])
-    if "prompt" in row or "completion" in row:
-        for name in ("prompt", "completion"):
-            fault = _fault(row[name], name) if name in row else f'the field "{name}" is missing'
-            if fault:
-                return Broken(where, fault)
-        return Pair(where, row["prompt"], row["completion"])
-    chat = next((name for name in ("messages", "conversations", "conversation") if name in row), None)
-    if chat is not None:
-        return Broken(where, f'chat field "{chat}": write turns through the chat template; accepted: {ACCEPTED}')
-    names = ", ".join(map(str, list(row)[:6])) or "none"
-    return Broken(where, f"no field that is read (fields: {names}); accepted: {ACCEPTED}")
+        return Broken(where, f"{kind_of(row)} instead of an object; accepted: {ACCEPTED}")
+    return read_row(row, where)
 
 
-def _fault(value: object, name: str) -> str | None:
-    """Why `value` is no usable text, or None."""
-    if not isinstance(value, str):
-        return f'"{name}" is {_kind(value)} instead of text'
-    if not value:
-        return f'"{name}" is empty'
-    if value.isspace():
-        return f'"{name}" is only white space'
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        return f'"{name}" holds half a character (a lone surrogate at position {error.start + 1})'
-    return None
+def _table_rows(path: Path) -> Iterator[Text | Pair | Chat | Broken]:
+    """Rows of a file of comma- or tab-separated values with a header line: every value is text as it stands."""
+    fault = _text_fault(path)
+    if fault is not None:
+        yield fault
+        return
+    csv.field_size_limit(1 << 30)  # documents are longer than the 128 KiB that the module takes by itself
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        table = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
+        try:
+            for row in table:
+                where = f"{path}:{table.line_num}"
+                if None in row or None in row.values():
+                    yield Broken(where, f"{'more' if None in row else 'fewer'} values than the header has names")
+                    continue
+                yield read_row(row, where)
+        except csv.Error as error:
+            yield Broken(f"{path}:{table.line_num}", f"not readable as a table ({error})")
 
 
-def _kind(value: object) -> str:
-    if value is None:
-        return "null"
-    names = {bool: "true/false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
-    return names[type(value)]
+def read_row(row: Mapping[str, Any], where: str) -> Text | Pair | Chat | Broken:
+    """A row by the fields it has. A row that could be read in two ways is broken, never guessed."""
+    chats = [name for name in CHAT_FIELDS if name in row]
+    # Data sets of conversations often repeat the first question as "prompt": no pair without a completion.
+    pair = "completion" in row or ("prompt" in row and not chats)
+    ways = ['"text"'] * ("text" in row) + ['"prompt"/"completion"'] * pair + [f'"{name}"' for name in chats]
+    if not ways:
+        names = ", ".join(map(str, list(row)[:6])) or "none"
+        return Broken(where, f"no field that is read (fields: {names}); accepted: {ACCEPTED}")
+    if len(ways) > 1:
+        return Broken(where, f"both {' and '.join(ways)}: leave one; accepted: {ACCEPTED}")
+    if pair:
+        return _pair(row, where)
+    if chats:
+        return read_chat(row, (chats[0],), where)
+    fault = text_fault(row["text"], "text")
+    return Broken(where, fault) if fault else Text(where, row["text"])
 
 
-def _text_rows(source: Source) -> Iterator[Text | Broken]:
+def _pair(row: Mapping[str, Any], where: str) -> Pair | Chat | Broken:
+    both = ("prompt", "completion")
+    for name in both:
+        if name not in row:
+            return Broken(where, f'the field "{name}" is missing')
+    if any(isinstance(row[name], list) for name in both):
+        return read_chat(row, both, where)
+    for name in both:
+        fault = text_fault(row[name], name)
+        if fault:
+            return Broken(where, fault)
+    return Pair(where, row["prompt"], row["completion"])
+
+
+def _text_rows(path: Path, found: bool) -> Iterator[Text | Broken]:
     """The document of a text file in pieces of about a million characters, cut at line ends."""
-    path = source.path
     fault = _text_fault(path)
     if fault is not None:
         yield fault
@@ -134,7 +170,7 @@ def _text_rows(source: Source) -> Iterator[Text | Broken]:
     text = "".join(held)
     if start > 1 or (text and not text.isspace()):
         yield Text(f"{path}:{start}", text)
-    elif not source.found:  # an empty file in a folder (such as __init__.py) is no mistake, one named by the user is
+    elif not found:  # an empty file in a folder (such as __init__.py) is no mistake, one named by the user is
         yield Broken(f"{path}:1", "the file is empty" if not text else "the file is only white space")
 
 

@@ -1,0 +1,79 @@
+"""What became of the rows of the data, in numbers and as one line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from headrace.data.broken import Broken
+from headrace.data.rows import Pair, Text
+from headrace.data.turns import Chat
+
+NAMED = 10
+"""Broken or over-long rows that a message names; the rest is counted."""
+
+
+@dataclass
+class Counts:
+    """Counted in rows of the data, but `packed` and `kept` in rows that are made of them.
+
+    `mapped`: conversations that came as ShareGPT; `apart`: turns in rows of their own, for the template rewrites them
+    once others follow; `closed`: conversations that got an end token; `parted`: encoded in parts, for a token would
+    have crossed a turn's border; `room`: tokens that fit into packed rows. `example`: the first row with tokens that
+    are only read, the others between >>> and <<<.
+    """
+
+    files: int = 0
+    rows: int = 0
+    documents: int = 0
+    pairs: int = 0
+    conversations: int = 0
+    mapped: int = 0
+    apart: int = 0
+    closed: int = 0
+    parted: int = 0
+    packed: int = 0
+    room: int = 0
+    kept: int = 0
+    cut: int = 0
+    dropped: int = 0
+    unlabelled: int = 0
+    broken: int = 0
+    tokens: int = 0
+    labels: int = 0
+    longest: int = 0
+    example: str = ""
+    named: list[str] = field(default_factory=list)
+
+    def add(self, row: Text | Pair | Chat) -> None:
+        """Count a row by its kind; a document with its last piece."""
+        if isinstance(row, Text):
+            self.documents += not row.more
+        elif isinstance(row, Pair):
+            self.pairs += 1
+        else:
+            self.conversations += 1
+            self.mapped += row.mapped
+
+    def add_broken(self, row: Broken) -> None:
+        self.broken += 1
+        if len(self.named) < NAMED:
+            self.named.append(f"{row.where}: {row.reason}")
+
+    def __str__(self) -> str:
+        kinds = [
+            (self.files, "files"), (self.documents, "documents"), (self.pairs, "prompt/completion pairs"),
+            (self.conversations, "conversations"), (self.mapped, "of them in from/value form"),
+            (self.apart, "turns in rows of their own, because the chat template rewrites earlier turns"),
+            (self.closed, "conversations given an end token that the chat template does not write"),
+            (self.parted, "rows encoded in parts, because a token would cross the border of a turn"),
+        ]  # fmt: skip
+        parts = [f"{count} {name}" for count, name in kinds if count]
+        parts.append(
+            f"{self.kept} rows kept ({self.cut} of them cut), {self.dropped} dropped as too long, "
+            f"{self.unlabelled} without a token to train on removed, {self.broken} broken skipped"
+        )
+        if self.room:
+            parts.append(f"packed into {self.packed} rows, {100 * self.tokens / self.room:.1f} % full")
+        elif self.packed:
+            parts.append(f"{self.packed} rows of joined documents")
+        return "; ".join(parts) + f"; {self.tokens} tokens, {self.labels} of them trained"
