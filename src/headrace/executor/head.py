@@ -14,6 +14,7 @@ from headrace.executor.passes import Pass
 from headrace.executor.stream import Stream
 from headrace.loss.tiled import HeadSpec, LossRows, backward_tile, finish, forward_tile, open_rows
 from headrace.model.anchor import Anchor
+from headrace.model.rows import wide_sum
 from headrace.spec.model import TILE
 from headrace.store.regions import typed
 
@@ -188,14 +189,13 @@ class _Logits(torch.autograd.Function):
                 if grad_tile is not None:
                     grad_tile.add_(part.t() @ flat)
                 if ctx.needs_input_grad[4 + number]:
-                    step, sum_ = part @ weight.to(ctx.dtype), back[number]
-                    back[number] = step if sum_ is None else sum_.float() + step.float()
+                    back[number] = wide_sum(back[number], part @ weight.to(ctx.dtype))
 
         ctx.tiles.backward(body)
-        grad_bias = None
+        grad_bias: Tensor | None = None
         if ctx.needs_input_grad[2]:
             for _, _, upstream in calls:
-                term = upstream.sum(0)
-                grad_bias = term if grad_bias is None else grad_bias + term
+                grad_bias = wide_sum(grad_bias, upstream.sum(0))
+            grad_bias = None if grad_bias is None else grad_bias.to(ctx.dtype)
         found = [None if g is None else g.to(h.dtype).view_as(h) for g, h in zip(back, ctx.saved_tensors, strict=True)]
         return (None, None, grad_bias, None, *found)

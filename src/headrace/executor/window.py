@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from headrace.base.errors import StepError
+from headrace.model.rows import wide_sum
 
 Joint = Callable[[list[Any]], list[Any]]
 
@@ -48,10 +50,8 @@ def accumulate(fn: Callable[[Any], Tensor], micro_batches: Iterable[Any]) -> Ten
         losses = Window(fn, batches).run() if len(batches) > 1 else [_checked(fn(batches[0]))]
     finally:
         _INSIDE.reset(token)
-    total = losses[0]
-    for loss in losses[1:]:
-        total = total + loss
-    return total
+    dtypes = (loss.dtype for loss in losses)
+    return functools.reduce(wide_sum, losses).to(functools.reduce(torch.promote_types, dtypes))
 
 
 def _checked(loss: Any) -> Tensor:

@@ -8,7 +8,6 @@ from collections import UserDict, deque
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from headrace.base.errors import ModelError
@@ -106,13 +105,12 @@ class _Place:
 
 
 def _refuse_hidden(leaf: Any) -> None:
-    """Raise for a leaf with tensors that need a gradient: the graph would end there. A block's first forward keeps no
-    graph, so that any floating tensor in its result counts."""
+    """Raise for a leaf with tensors that need a gradient: the graph would end there."""
     if isinstance(leaf, (nn.Module, type)):
         return
     inside = leaf if isinstance(leaf, (list, tuple, set, frozenset, deque)) else getattr(leaf, "__dict__", {}).values()
     hidden = [part for part in inside if isinstance(part, Tensor)]
-    if any(part.requires_grad or (part.is_floating_point() and not torch.is_grad_enabled()) for part in hidden):
+    if any(part.requires_grad for part in hidden):
         raise ModelError(
             f"a block takes or returns tensors inside a {type(leaf).__name__}",
             f"{len(hidden)} tensors in a class that Headrace cannot take apart, whose gradients would be lost",

@@ -52,9 +52,9 @@ def weights_as_handles(parameters: Sequence[nn.Parameter]) -> torch.autograd.gra
 
 
 @contextlib.contextmanager
-def passing_graph() -> Iterator[None]:
+def passing_graph(hooks: bool) -> Iterator[None]:
     """Graphs built inside can be differentiated inside only: at the end, what they saved is let go, also of those that
-    somebody still holds a tensor of."""
+    somebody still holds a tensor of. Without `hooks` the latter stay."""
     boxes: list[list[Tensor]] = []
 
     def pack(tensor: Tensor) -> list[Tensor]:
@@ -71,7 +71,7 @@ def passing_graph() -> Iterator[None]:
         return box[0]
 
     try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack) if hooks else contextlib.nullcontext():
             yield
     finally:
         for box in boxes:

@@ -25,6 +25,11 @@ class RowPlan:
     inputs: Dims
     outputs: Dims
 
+    @classmethod
+    def whole(cls, inputs: int, outputs: int) -> RowPlan:
+        """For calls that run whole."""
+        return cls((None,) * inputs, (None,) * outputs)
+
 
 def candidates(tensor: Tensor, batch: int) -> list[int | None]:
     """Possible row dimensions. The first dimension wins; a first dimension of 1 means that rows share the tensor."""
@@ -46,6 +51,41 @@ def take(tensors: Sequence[Tensor], dims: Dims, start: int, stop: int) -> list[T
             part = tensor.narrow(dim, start, stop - start)
             taken.append(part if dim == 0 else part.contiguous())
     return taken
+
+
+def take_gradients(
+    grads: Sequence[Tensor | None], dims: Dims, batch: int | None, bounds: tuple[int, int] | None
+) -> list[Tensor | None]:
+    """One slice's part of the gradients of results. What all slices gave alike belongs to the first of them."""
+    if bounds is None:
+        return list(grads)
+    assert batch is not None
+    taken: list[Tensor | None] = []
+    for grad, dim in zip(grads, dims, strict=True):
+        if grad is None or dim is None:
+            taken.append(grad if bounds[0] == 0 else None)
+        else:
+            scale = grad.shape[dim] // batch
+            taken.append(grad.narrow(dim, bounds[0] * scale, (bounds[1] - bounds[0]) * scale))
+    return taken
+
+
+def collect(
+    total: Tensor | None, part: Tensor, dim: int | None, like: Tensor, bounds: tuple[int, int] | None
+) -> Tensor:
+    """The gradient of an argument (`like`) so far, with one more slice's part: in its rows, or added where all rows
+    share the argument."""
+    if bounds is None or dim is None:
+        return wide_sum(total, part)
+    if total is None:
+        total = torch.zeros_like(like, memory_format=torch.contiguous_format)
+    total.narrow(dim, bounds[0], bounds[1] - bounds[0]).copy_(part)
+    return total
+
+
+def wide_sum(total: Tensor | None, term: Tensor) -> Tensor:
+    """Their sum, in fp32 for 16-bit dtypes: whoever adds up rounds once, at the end."""
+    return term if total is None else total.to(torch.promote_types(total.dtype, torch.float32)) + term
 
 
 def find(run: Callable[[list[Tensor]], list[Tensor]], tensors: Sequence[Tensor], batch: int) -> RowPlan | None:

@@ -1,7 +1,7 @@
 """Tensors that leave a block by an attribute (`self.aux_loss = ...`) instead of its result.
 
-The block ran without a graph, so such a tensor has its value but no gradient. It may be read; a gradient that would
-have to pass it raises, for it would be lost.
+The graph of a block's forward is gone, so such a tensor has its value but no gradient. It may be read; a gradient that
+would have to pass it raises, for it would be lost.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class _Lost(torch.autograd.Function):
 
 
 def guard_changes(module: nn.Module, name: str, before: Attributes) -> bool:
-    """Make what a forward without a graph has put into attributes raise when a gradient reaches it. Returns whether it
-    has put anything there."""
+    """Make what a forward whose graph is gone has put into attributes raise when a gradient reaches it. Returns whether
+    it has put anything there."""
     changed = {key for key, value in tensor_attributes(module).items() if before.get(key) is not value}
     parts = list(module.named_modules())
     for number, key in changed:
         part_name, part = parts[number]
         value = vars(part)[key]
-        if not value.requires_grad:
+        if value.requires_grad:
             label = ".".join(word for word in (name, part_name, key) if word)
             anchor = torch.zeros((), requires_grad=True)
-            vars(part)[key] = _Lost.apply(value, label, anchor)  # type: ignore[no-untyped-call]
+            vars(part)[key] = _Lost.apply(value.detach(), label, anchor)  # type: ignore[no-untyped-call]
     return bool(changed)

@@ -2,8 +2,8 @@
 
 The visit is one node of the user's autograd graph. Its inputs are all tensors found in the calls' arguments and an
 anchor that requires a gradient when a weight does; its outputs are the blocks' results, what the block wrote into
-containers it was given, and what hooks inside it recorded. The forward keeps no graph: the backward recomputes it from
-the saved arguments under the same random state, autocast and buffers, and differentiates locally.
+containers it was given, and what hooks inside it recorded. The graph of the forward is let go at once: the backward
+recomputes it from the saved arguments under the same random state, autocast and buffers, and differentiates locally.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class Block:
     """Its forward puts tensors into attributes of its modules; None until the first call has shown it."""
     inputs_change: bool | None = None
     """Its forward writes into its arguments; None until the first call has shown it."""
+    takes_hooks: bool = True
+    """Hooks for saved tensors may be set around its forward; transforms of torch.func inside refuse them."""
     row_plans: dict[Any, rows.RowPlan | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -102,7 +104,7 @@ class Call:
         self.differentiable: list[bool] = []
         """Those that a gradient can pass; the others need none in plain PyTorch either."""
         self.product: Packed | None = None
-        """The result's shape, with the changes to containers and the recorded outputs beside it."""
+        """The result's shape; beside it changes to containers, recorded outputs and written arguments."""
 
     def forget_arguments(self) -> None:
         """Only the shape around the tensors is needed from now on."""
@@ -118,7 +120,10 @@ class BlockVisit:
         self.autocast = Autocast.now(stream.device)
         self.counts = [len(call.packed.tensors) for call in calls]
         self.anchor = Anchor(bool(block.trained))
-        inputs = (tensor for call in calls for tensor in call.packed.tensors)
+        inputs = [tensor for call in calls for tensor in call.packed.tensors]
+        places: dict[int, int] = {}
+        self.first = [places.setdefault(id(tensor), index) for index, tensor in enumerate(inputs)]
+        """For each input the place at which its tensor comes first; several calls may be given the same one."""
         self.needs_grad = bool(block.trained) or any(tensor.requires_grad for tensor in inputs)
         """Its node will be part of a graph."""
         self.weights_wanted = True
@@ -137,11 +142,10 @@ class BlockVisit:
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """All calls; returns their result tensors, one call after the other."""
-        results: list[Tensor] = []
-        start = 0
+        rest, results = list(tensors), []
         for call, count in zip(self.calls, self.counts, strict=True):
-            results += self._forward_call(call, list(tensors[start : start + count]))
-            start += count
+            results += self._forward_call(call, rest[:count])
+            del rest[:count]
         return results
 
     def _forward_call(self, call: Call, tensors: list[Tensor]) -> list[Tensor]:
@@ -154,18 +158,10 @@ class BlockVisit:
         for bound in bounds:
             inputs = tensors if bound is None or call.plan is None else rows.take(tensors, call.plan.inputs, *bound)
             products.append(self._run_slice(call, bound, inputs, [tensor.requires_grad for tensor in tensors]))
-        call.product = products[0]
-        if len(products) == 1:
-            results = products[0].tensors
-        else:
-            assert call.plan is not None
-            parts = zip(*(product.tensors for product in products), strict=True)
-            results = [
-                part[0] if dim is None else torch.cat(part, dim)
-                for part, dim in zip(parts, call.plan.outputs, strict=True)
-            ]
-        given = {id(tensor) for tensor in tensors}
-        results = [result.detach() if id(result) in given else result for result in results]
+        call.product, results = products[0], products[0].tensors
+        if call.plan is not None:
+            parts = zip(call.plan.outputs, *(product.tensors for product in products), strict=True)
+            results = [part[0] if dim is None else torch.cat(part, dim) for dim, *part in parts]
         call.product.tensors, call.results = [], len(results)
         return results
 
@@ -175,13 +171,9 @@ class BlockVisit:
         buffers = self.block.buffers
         slice_ = Slice(bound, RandomState.now(self.stream.device), buffers.values())
         marks = buffers.marks()
-        # Under gradients, although the graph goes: attention picks its kernel by what needs a gradient, and the recompute
-        # must meet the same one again.
         leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
-        recompute = self.stream.recompute
-        with torch.enable_grad(), passing_graph() if recompute else weights_as_handles(self.block.parameters):
-            product = self._guarded(call, leaves)
-        if not recompute:
+        product = self._under_gradients(call, leaves, slice_.random)
+        if not self.stream.recompute:
             slice_.kept = (leaves, list(product.tensors))
         called_for = call.differentiable or [False] * len(product.tensors)
         call.differentiable = [a or t.requires_grad for a, t in zip(called_for, product.tensors, strict=True)]
@@ -191,6 +183,21 @@ class BlockVisit:
             slice_.buffers = None
         call.slices.append(slice_)
         return product
+
+    def _under_gradients(self, call: Call, leaves: list[Tensor], random: RandomState) -> Packed:
+        """Run under gradients, also when no graph is kept: attention picks its kernel by what needs a gradient, and the
+        recompute must meet the same one."""
+        passing, block = self.stream.recompute, self.block
+        hooks = passing_graph(block.takes_hooks) if passing else weights_as_handles(block.parameters)
+        try:
+            with torch.enable_grad(), hooks:
+                return self._guarded(call, leaves)
+        except RuntimeError as error:
+            if not (passing and block.takes_hooks and "saved tensor hooks" in str(error)):
+                raise
+        block.takes_hooks = False
+        random.restore(self.stream.device)
+        return self._under_gradients(call, leaves, random)
 
     def _guarded(self, call: Call, inputs: list[Tensor]) -> Packed:
         """Run once, and notice a forward that writes into its arguments: it gets copies from then on, and what it wrote
@@ -290,7 +297,8 @@ class BlockVisit:
     def backward(
         self, tensors: Sequence[Tensor], needs: Sequence[bool], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """Gradients of all argument tensors, in their order; weights' gradients go to whoever holds the lease."""
+        """Gradients of all argument tensors, in their order; weights' gradients go to whoever holds the lease. A tensor
+        that several calls were given gets its sum once, and None at the other places."""
         found: list[Tensor | None] = []
         start, out = 0, 0
         outer = RandomState.now(self.stream.device)
@@ -301,18 +309,20 @@ class BlockVisit:
                 start, out = stop, out + size
         finally:
             outer.restore(self.stream.device)
-        return found
+        for index, first in enumerate(self.first):
+            grad = found[index]
+            if first != index and grad is not None:
+                found[first], found[index] = rows.wide_sum(found[first], grad), None
+        return [None if grad is None else grad.to(like.dtype) for grad, like in zip(found, tensors, strict=True)]
 
     def _backward_call(
         self, call: Call, tensors: Sequence[Tensor], needs: Sequence[bool], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        dims = call.plan.inputs if call.plan else (None,) * len(tensors)
-        parts: list[list[Tensor | None]] = [[] for _ in tensors]
-        for number, slice_ in enumerate(call.slices):
+        plan = call.plan or rows.RowPlan.whole(len(tensors), len(grads))
+        found: list[Tensor | None] = [None] * len(tensors)
+        for slice_ in call.slices:
             inputs, outputs = self._graph(call, slice_, tensors, needs)
-            wanted = [
-                _slice_grad(grad, call, index, slice_.bounds, first=number == 0) for index, grad in enumerate(grads)
-            ]
+            wanted = rows.take_gradients(grads, plan.outputs, call.batch, slice_.bounds)
             pairs = [(o, g) for o, g in zip(outputs, wanted, strict=True) if g is not None and o.requires_grad]
             leaves = [leaf for leaf in inputs if leaf.requires_grad]
             targets = [*leaves, *self.block.trained] if self.weights_wanted else leaves
@@ -324,13 +334,13 @@ class BlockVisit:
                     [o for o, _ in pairs], [g for _, g in pairs], retain_graph=kept and _keeps_graph(),
                     inputs=None if kept and self.weights_wanted else targets,
                 )  # fmt: skip
-            for place, leaf in zip(parts, inputs, strict=True):
-                place.append(leaf.grad if leaf.requires_grad else None)
-                leaf.grad = None
+            for index, (leaf, dim) in enumerate(zip(inputs, plan.inputs, strict=True)):
+                if leaf.requires_grad and leaf.grad is not None:
+                    found[index] = rows.collect(found[index], leaf.grad, dim, tensors[index], slice_.bounds)
+                    leaf.grad = None
             if slice_.kept is not None and not _keeps_graph():
                 slice_.kept = None
-        bounds = [slice_.bounds for slice_ in call.slices]
-        return [_join(part, dim, like, bounds) for part, dim, like in zip(parts, dims, tensors, strict=True)]
+        return found
 
     def _graph(
         self, call: Call, slice_: Slice, tensors: Sequence[Tensor], needs: Sequence[bool]
@@ -349,38 +359,6 @@ class BlockVisit:
             arguments = [leaf.clone() for leaf in leaves] if self.block.inputs_change else leaves
             product = self._run(call, arguments)
         return leaves, product.tensors
-
-
-def _slice_grad(
-    grad: Tensor | None, call: Call, index: int, bounds: tuple[int, int] | None, first: bool
-) -> Tensor | None:
-    if grad is None or bounds is None or call.plan is None:
-        return grad
-    dim = call.plan.outputs[index]
-    if dim is None:  # all slices gave the same output: its gradient belongs to one of them
-        return grad if first else None
-    assert call.batch is not None
-    scale = grad.shape[dim] // call.batch
-    return grad.narrow(dim, bounds[0] * scale, (bounds[1] - bounds[0]) * scale)
-
-
-def _join(
-    parts: list[Tensor | None], dim: int | None, like: Tensor, bounds: list[tuple[int, int] | None]
-) -> Tensor | None:
-    """The gradient of an argument from its slices': side by side along its rows, summed where rows share it."""
-    present = [part for part in parts if part is not None]
-    if not present or len(parts) == 1:
-        return present[0] if present else None
-    if dim is None:
-        total = present[0]
-        for part in present[1:]:
-            total = total + part
-        return total
-    whole = torch.zeros_like(like, memory_format=torch.contiguous_format)
-    for slice_part, bound in zip(parts, bounds, strict=True):
-        if slice_part is not None and bound is not None:
-            whole.narrow(dim, bound[0], bound[1] - bound[0]).copy_(slice_part)
-    return whole
 
 
 def _keeps_graph() -> bool:
