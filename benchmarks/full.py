@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--on-nonfinite", default="skip")
     parser.add_argument("--accumulation", type=int, default=None)
+    parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
 
     start = time.perf_counter()
@@ -100,6 +101,7 @@ def main() -> None:
         "placement": "auto" if weights == "auto" else {"weights": weights, "state": state}, "disk_dir": args.disk_dir,
         "window": args.window, "rows": args.rows, "threads": args.threads, "max_grad_norm": args.max_grad_norm,
         "on_nonfinite": args.on_nonfinite, "accumulation": args.accumulation,
+        "compile": args.compile,
     }  # fmt: skip
     model, optimizer = headrace.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-5), **given)
     session = headrace.session(model)
@@ -138,7 +140,7 @@ def main() -> None:
     parameters = session.spec.parameters
     result = {
         "shape": args.shape, "parameters": parameters, "tokens": args.batch * args.micro_batches * args.sequence,
-        "clip": args.max_grad_norm, "seconds": round(seconds, 3), "norm": optimizer.last_grad_norm,
+        "clip": args.max_grad_norm, "compile": args.compile, "seconds": round(seconds, 3), "norm": optimizer.last_grad_norm,
         "device_reserved_GiB": round(torch.cuda.max_memory_reserved() / 2**30, 2) if cuda else None,
         "device_used_GiB": _used() if cuda else None, "host_peak_GiB": round(peak_rss() / 2**30, 2),
         "host_limit_GiB": round((14.5 * parameters + 4 * 2**30) / 2**30, 2), "opened_s": round(opened, 1),

@@ -33,6 +33,9 @@ class Block:
     name: str
     module: nn.Module
     original: Callable[..., Any]
+    """Its forward as it was."""
+    run: Callable[..., Any]
+    """What training runs: the original, or the compiled one."""
     parameters: list[nn.Parameter]
     """Those of its unit, in the order of the unit's layout."""
     shared: list[nn.Parameter] = field(default_factory=list)
@@ -231,7 +234,7 @@ class BlockVisit:
         before = containers.snapshot(found)
         versions = [tensor._version for tensor in tensors]
         with self.autocast(), recording(call.keys) as recorded:
-            result = self.block.original(*args, **kwargs)
+            result = self.block.run(*args, **kwargs)
         changed = {i: t for i, (t, version) in enumerate(zip(tensors, versions, strict=True)) if t._version != version}
         product = Packed((result, containers.written(before, found), recorded, changed))
         product.written = {index: product.place(tensor) for index, tensor in changed.items()}

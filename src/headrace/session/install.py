@@ -14,21 +14,26 @@ from headrace.executor.head import TakenHead
 from headrace.executor.stream import Stream
 from headrace.executor.taken import Taken, TakenBlock, TakenEmbeddingCall, TakenHeadCall, note_batch
 from headrace.loss.fused import fused_loss, is_causal_lm_loss
+from headrace.model.compiled import Compiler
 from headrace.model.parked import WeightValue
 from headrace.model.units import Anatomy
 from headrace.model.visit import Block
 from headrace.session.guard import guard
 
 
-def install(model: nn.Module, anatomy: Anatomy, stream: Stream, undo: list[Callable[[], None]]) -> list[Taken]:
+def install(
+    model: nn.Module, anatomy: Anatomy, stream: Stream, compile: bool, undo: list[Callable[[], None]]
+) -> list[Taken]:
     """Take over the calls of blocks, embeddings and heads; watch gradients; guard what would copy the model."""
     taken: list[Taken] = []
+    compiler = Compiler(stream.tell_once)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(stream.device)
     for unit, module in anatomy.blocks.items():
         _plain_calls(module, stream)
-        block = Block(unit, stream.spec.units[unit].name, module, module.forward, anatomy.of_unit(unit),
-                      list(anatomy.shared[unit]))  # fmt: skip
+        name, forward = stream.spec.units[unit].name, module.forward
+        run = compiler.compile(module) if compile else forward
+        block = Block(unit, name, module, forward, run, anatomy.of_unit(unit), list(anatomy.shared[unit]))
         taken.append(TakenBlock(stream, block))
     for matrix, embedding in anatomy.embeddings:
         taken.append(TakenEmbeddingCall(stream, TakenEmbedding(matrix, embedding, embedding.forward)))

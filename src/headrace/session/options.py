@@ -61,6 +61,9 @@ class Options:
     autocast: str | None = None
     """"bfloat16": an fp32 model is trained under bf16 autocast; its linear weights stream in 16 bits, masters stay
     fp32."""
+    compile: bool = False
+    """torch.compile each block's forward, once for all equal blocks. Needs a compiler that torch finds; eager and an
+    event otherwise. Sums are rounded in another order than without."""
     blocks: Any = None
     """The blocks, when they are not found: names of lists, or the modules."""
     debug: bool = False
@@ -72,7 +75,7 @@ class Options:
         return self.accumulation is not None and self.max_grad_norm is None and self.on_nonfinite == "stop"
 
 
-_FLAGS = ("recompute", "overlap", "verbose", "check_memory", "debug")
+_FLAGS = ("recompute", "overlap", "verbose", "check_memory", "compile", "debug")
 _POSITIVE = ("rows", "accumulation", "threads")
 _CHOICES: dict[str, Sequence[Any]] = {
     "moments": ("float32", "bfloat16"), "on_nonfinite": ("skip", "stop"), "autocast": (None, "bfloat16"),

@@ -250,7 +250,7 @@ def _open(
     failed.callback(lambda: [action() for action in reversed(undo)])
     failed.callback(_release, model, anatomy, values)
     fill_state(optimizer, anatomy, values)
-    taken = install(model, anatomy, stream, undo)
+    taken = install(model, anatomy, stream, options.compile, undo)
     return Session(model, optimizer, options, anatomy, stream, values, taken, undo, events, budgets)
 
 

@@ -1,0 +1,86 @@
+"""compile=True: gradients as without, one compilation for all equal blocks, eager where the compiler fails."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import headrace
+from against_plain import Block, assert_close, batch, gradients, hf_loss, llama, sgd, streamed, toy, toy_loss
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The graphs that torch.compile makes from here on: captured and differentiated ahead, run without a compiler."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    made: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        made.append(graph)
+        return aot_eager(graph, inputs)
+
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend, dynamic=False))
+    return made
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": False}, {"rows": 2}], ids=str)
+def test_gradients_are_those_of_the_plain_model(graphs: list[Any], options: dict[str, Any]) -> None:
+    plain = llama(5)
+    theirs = sgd(plain)
+    with streamed(plain, compile=True, window=2, **options) as (ours, optimizer):
+        for step in range(3):
+            ids = batch(4, 9, seed=step, vocabulary=257)
+            hf_loss(plain, ids).backward()
+            hf_loss(ours, ids).backward()
+            assert_close(gradients(ours), gradients(plain))
+            for some in (theirs, optimizer):
+                some.step()
+                some.zero_grad()
+        assert not [event for event in headrace.session(ours).events if event.kind == "compile"]
+    # Five blocks, three steps, two passes: one graph, and one more for the two-row test of `rows`.
+    assert 1 <= len(graphs) <= (1 if "rows" not in options else 3)
+
+
+def test_dropout_is_replayed(graphs: list[Any]) -> None:
+    plain = toy(blocks=[Block(20, 27, dropout=0.3) for _ in range(3)])
+    with streamed(plain, compile=True) as (ours, _), streamed(plain) as (eager, _):
+        for model in (ours, eager):
+            torch.manual_seed(3)
+            toy_loss(model, batch()).backward()
+        assert_close(gradients(ours), gradients(eager))
+
+
+def test_where_the_compiler_fails_blocks_run_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no compiler on this machine")
+
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=broken))
+    plain = toy()
+    with streamed(plain, compile=True) as (ours, _):
+        toy_loss(plain, batch()).backward()
+        toy_loss(ours, batch()).backward()
+        assert_close(gradients(ours), gradients(plain))
+        told = [str(event) for event in headrace.session(ours).events if event.kind == "compile"]
+        assert len(told) == 1 and "uncompiled" in told[0] and "no compiler on this machine" in told[0]
+
+
+class Strict(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > 3:
+            raise ValueError("at most three rows")
+        return super().forward(x)
+
+
+def test_a_fault_of_the_model_stays_its_own(graphs: list[Any]) -> None:
+    with streamed(toy(blocks=[Strict(20, 27) for _ in range(3)]), compile=True) as (ours, _):
+        with pytest.raises(ValueError, match="at most three rows"):
+            toy_loss(ours, batch(rows=4)).backward()
+        toy_loss(ours, batch(rows=2)).backward()
+        assert isinstance(ours.blocks[0], nn.Module) and torch.isfinite(gradients(ours)["blocks.0.up.weight"]).all()
