@@ -9,14 +9,20 @@ the text that the model sees and writes when it is asked. What cannot be told is
 
 from __future__ import annotations
 
+import datetime
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from headrace.base.errors import DataError
-from headrace.data.turns import Chat
+from headrace.data.turns import REASONING, Chat
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_DATED = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+
+TODAY = datetime.date(2024, 7, 26)
+"""What templates take for today: if they wrote another date each day, no run could go on the next day."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,12 @@ class ChatTemplate:
         known |= {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         longest_first = sorted((re.escape(token) for token in known), key=len, reverse=True)
         self._special = re.compile("|".join(longest_first) or r"(?!)")
+        self._undated: dict[str, str] = {}
+
+    @property
+    def dated(self) -> bool:
+        """Whether a template that was used writes the date."""
+        return any(template != undated for template, undated in self._undated.items())
 
     def render(self, chat: Chat) -> list[Rendered] | str:
         """Rows of a conversation, in which each turn of `chat.trained` is trained once; or why there are none.
@@ -57,18 +69,25 @@ class ChatTemplate:
                 "Name one: chat_template=FILE (Jinja); or use the tokenizer of a model that was trained to chat",
             )  # fmt: skip
         try:
-            template = self._tokenizer.get_chat_template(None, chat.tools)
+            template = self._template(chat)
             return [self._by_marks(chat, template)] if _MARKED.search(template) else self._by_prompts(chat)
         except _Untellable as fault:
             return str(fault)
         except Exception as error:  # a template is a program: it can fail in any way
             return f"the chat template refuses it ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
 
+    def _template(self, chat: Chat) -> str:
+        template: str = self._tokenizer.get_chat_template(None, chat.tools)
+        if template not in self._undated:
+            self._undated[template] = _DATED.sub(lambda call: repr(TODAY.strftime(call.group(2))), template)
+        return self._undated[template]
+
     def _text(self, chat: Chat, turns: int, prompt: bool = False) -> str:
         """The first `turns` turns as text; `prompt`: with what asks the assistant to go on."""
         text: str = self._tokenizer.apply_chat_template(
-            chat.messages[:turns], tools=chat.tools, tokenize=False, add_generation_prompt=prompt
-        )
+            chat.messages[:turns], tools=chat.tools, chat_template=self._template(chat), tokenize=False,
+            add_generation_prompt=prompt,
+        )  # fmt: skip
         return text
 
     def _by_marks(self, chat: Chat, template: str) -> Rendered:
@@ -79,8 +98,8 @@ class ChatTemplate:
             add_generation_prompt=False, **self._tokenizer.special_tokens_map,
         )  # fmt: skip
         (text,), (marked,) = rendered
-        self._refuse_losses(chat, text)
-        spans = [self._with_end(text, start, stop) for start, stop in marked if stop > start]
+        _refuse_losses(chat, text, also=chat.trained)
+        spans = [self._with_end(text, start, stop) for start, stop in _joined(marked)]
         turns = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
         if len(spans) == len(turns):
             spans = [span for turn, span in zip(turns, spans, strict=True) if turn in chat.trained]
@@ -94,12 +113,11 @@ class ChatTemplate:
     def _with_end(self, text: str, start: int, stop: int) -> tuple[int, int]:
         """A marked span with the end-of-turn token that follows it, if the marks leave that out."""
         end = self._special.match(text, stop)
-        closed = any(match.end() == stop for match in self._special.finditer(text, start, stop))
-        return start, end.end() if end and not closed else stop
+        return start, end.end() if end and not self._close(text[:stop], start)[1] else stop
 
     def _by_prompts(self, chat: Chat) -> list[Rendered]:
         full = self._text(chat, len(chat.messages))
-        self._refuse_losses(chat, full)
+        _refuse_losses(chat, full)
         together: list[tuple[int, int]] = []
         apart: list[Rendered] = []
         full_ended = True
@@ -108,7 +126,8 @@ class ChatTemplate:
             text = full if last else self._text(chat, turn + 1)
             start, stop, ended = self._span(chat, turn, text)
             if full.startswith(text[:stop]):
-                together.append((start, stop))
+                # Some templates end a turn with what begins the next.
+                together.append((start, stop) if ended or last else self._with_end(full, start, stop))
                 full_ended = ended or not last
             else:
                 apart.append(Rendered(text, ((start, stop),), ended, apart=True))
@@ -129,10 +148,10 @@ class ChatTemplate:
             )
         start = len(prompt)
         stop, ended = self._close(text, start)
-        content = chat.messages[turn]["content"]
-        if _bare(content) not in _bare(text[start:stop]):
-            raise _Untellable(f"the chat template leaves out a part of {name}")
-        if not _bare(text[start:stop]).startswith(_bare(content)) and prompt == self._text(chat, turn):
+        written, content = _bare(text[start:stop]), _bare(chat.messages[turn]["content"])
+        _refuse_loss(chat, turn, written)
+        at_once = content and written.startswith(content)
+        if not at_once and prompt == self._text(chat, turn):
             raise _Untellable(f"the chat template has no generation prompt, so the beginning of {name} is unknown")
         return start, stop, ended
 
@@ -155,13 +174,39 @@ class ChatTemplate:
             stop = match.end()
         return stop, True
 
-    @staticmethod
-    def _refuse_losses(chat: Chat, text: str) -> None:
-        """Some templates pass over a system turn, or a turn out of order, without a word."""
-        bare = _bare(text)
-        for number, message in enumerate(chat.messages, start=1):
-            if message["role"] in ("system", "developer", "user") and _bare(message["content"]) not in bare:
-                raise _Untellable(f"the chat template leaves out turn {number} ({message['role']})")
+
+def _refuse_losses(chat: Chat, text: str, also: Sequence[int] = ()) -> None:
+    """Some templates pass over a system turn, reasoning or a call of a tool without a word: they must be in the text.
+
+    Not checked are answers of tools, which may be written in another form, and assistant turns that are not in `also`.
+    """
+    written = _bare(text)
+    for turn, message in enumerate(chat.messages):
+        if message["role"] in ("system", "developer", "user") or turn in also:
+            _refuse_loss(chat, turn, written)
+
+
+def _refuse_loss(chat: Chat, turn: int, written: str) -> None:
+    """Raise _Untellable for a part of a turn that is not in `written`, a text without white space."""
+    message = chat.messages[turn]
+    calls = message.get("tool_calls") or []
+    parts = {name: message.get(name) for name in ("content", *REASONING)}
+    parts["tool call"] = [call.get("function", call).get("name") for call in calls if isinstance(call, dict)]
+    for name, part in parts.items():
+        for text in part if isinstance(part, list) else [part]:
+            if isinstance(text, str) and _bare(text) not in written:
+                raise _Untellable(f"the chat template leaves out the {name} of turn {turn + 1} ({message['role']})")
+
+
+def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Without empty spans, and with those as one that touch: a template may mark a turn and its end apart."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in spans:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        elif stop > start:
+            joined.append((start, stop))
+    return joined
 
 
 def _bare(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from headrace.data.broken import Broken
+from headrace.data.chat import TODAY
 from headrace.data.rows import Pair, Text
 from headrace.data.turns import Chat
 
@@ -18,8 +19,8 @@ class Counts:
 
     `mapped`: conversations that came as ShareGPT; `apart`: turns in rows of their own, for the template rewrites them
     once others follow; `closed`: conversations that got an end token; `parted`: encoded in parts, for a token would
-    have crossed a turn's border; `room`: tokens that fit into packed rows. `example`: the first row with tokens that
-    are only read, the others between >>> and <<<.
+    have crossed a turn's border; `dated`: the template writes a date; `room`: tokens that fit into packed rows;
+    `example`: the first row with tokens that are only read, the others between >>> and <<<.
     """
 
     files: int = 0
@@ -31,6 +32,7 @@ class Counts:
     apart: int = 0
     closed: int = 0
     parted: int = 0
+    dated: bool = False
     packed: int = 0
     room: int = 0
     kept: int = 0
@@ -72,6 +74,8 @@ class Counts:
             f"{self.kept} rows kept ({self.cut} of them cut), {self.dropped} dropped as too long, "
             f"{self.unlabelled} without a token to train on removed, {self.broken} broken skipped"
         )
+        if self.dated:
+            parts.append(f"the chat template's date is always {TODAY}, so that a run can go on another day")
         if self.room:
             parts.append(f"packed into {self.packed} rows, {100 * self.tokens / self.room:.1f} % full")
         elif self.packed:

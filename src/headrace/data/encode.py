@@ -111,10 +111,10 @@ class Encoder:
 
     def _conversation(self, where: str, row: Rendered, ids: list[int], offsets: list[Span]) -> Encoded:
         borders = sorted({border for span in row.spans for border in span})
-        places = _places(borders, offsets) if offsets else None
-        parted = places is None
+        places, whole = _places(borders, offsets) if offsets else None, ids
         if places is None:
             ids, places = self._in_parts(row.text, borders)
+        parted = ids != whole
         spans = [(places[start], places[stop]) for start, stop in row.spans]
         if not row.ended:
             spans[-1] = (spans[-1][0], len(ids) + 1)
@@ -131,6 +131,11 @@ class Encoder:
             ids += part
             places.setdefault(border, len(ids))
         return ids, places
+
+    @property
+    def dated(self) -> bool:
+        """Whether the chat template wrote a date, and so got one that does not change from day to day."""
+        return self._chats.dated
 
     def marked(self, encoded: Encoded) -> str:
         """The text of a row with its trained tokens between >>> and <<<."""

@@ -79,6 +79,7 @@ def prepare(
             "Set long_rows=drop or long_rows=cut, or raise sequence_length",
         )
     table = rows.writer.close((shape.sequence_length, shape.seed) if shape.packing is True else None)
+    counts.dated = encoder.dated
     counts.tokens, counts.labels = table.tokens, table.labels(np.arange(len(table)))
     if shape.packing is True:
         counts.packed, counts.room = len(table), len(table) * shape.sequence_length

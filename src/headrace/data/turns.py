@@ -19,7 +19,8 @@ SHAREGPT = {
 
 ACCEPTED_TURNS = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 
-_BESIDE_CONTENT = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Fields of an assistant turn that hold what it thinks before its content."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def _message(turn: Any, place: str) -> dict[str, Any]:
     role = message["role"]
     if role not in ROLES:
         raise _WrongTurn(f"{place} has the role {role!r}; known: {', '.join(ROLES)}")
-    beside = role == "assistant" and any(name in message for name in _BESIDE_CONTENT)
+    beside = role == "assistant" and any(name in message for name in ("tool_calls", *REASONING))
     if "content" not in message and not beside:
         raise _WrongTurn(f'{place} has no "content"')
     content = _text(message.get("content", ""), place)
