@@ -20,7 +20,9 @@ from headrace.cli.signals import Stop, Stopped
 HEAVY = ("torch", "transformers", "numba", "numpy", "accelerate")
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["sample", "--help"], ["--version"], ["train"]])
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["train", "--help"], ["sample", "--help"], ["--version"], ["train"], ["train", "--list"]]
+)
 def test_no_heavy_import_before_a_command_runs(argv: list[str]) -> None:
     """`headrace train` without options is a configuration error, which needs none of them either."""
     program = (
@@ -61,10 +63,66 @@ def test_configuration_errors_exit_2_all_at_once(tmp_path: Path) -> None:
     assert "Traceback" not in printed
 
 
-def test_unknown_flag_exits_2_with_the_nearest() -> None:
-    code, printed = headrace("train", "--epoch", "3")
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--epoch 3", "--epoch: not an option; nearest: --epochs"),
+        ("--learning-rate=3", "--learning-rate: not an option; nearest: --lr"),
+        ("--learing_rate 3", "--learing_rate: not an option; nearest: --lr"),
+        ("--warm-up 3", "--warm-up: not an option; nearest: --set warmup=..."),
+        ("--xyzzy", "; all options: headrace train --list"),
+        (
+            "--schedule cosine",
+            '--schedule: this option is no flag: write it as --set schedule=cosine, or "schedule: cosine" in the '
+            "--config file",
+        ),
+        ("--sequence_length=5", "--sequence_length: write it as --sequence-length"),
+        ("-lr 3", "-lr: write it as --lr"),
+        ("more", "command line: 'more' belongs to no option"),
+    ],
+)
+def test_unknown_flags_are_mistakes_like_others_with_the_nearest(words: str, text: str) -> None:
+    code, printed = headrace("train", *words.split(), "--batch", "none")
     assert code == 2
-    assert "--epochs" in printed
+    assert text in printed
+    assert "--batch: batch = 'none' is not a whole number" in printed, "all mistakes at once"
+    assert "data is missing" in printed
+
+
+def test_a_misspelt_option_is_not_missing_as_well(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("modle: m\noutput: out\n")
+    code, printed = headrace("train", "--config", str(file), "--dta", "x")
+    assert code == 2
+    assert printed == (
+        "error: the configuration has 2 mistakes:\n"
+        f"  {file}:1: modle is not an option; nearest: model\n"
+        "  --dta: not an option; nearest: --data\n"
+    )
+
+
+def test_list_shows_every_option_with_type_default_and_meaning() -> None:
+    """The flags that --help shows, and those that only the file and --set take; --help says where they are."""
+    code, printed = headrace("train", "--list")
+    assert code == 0
+    blocks = [block.splitlines() for block in printed.strip().split("\n\n")[1:]]
+    assert [block[0].split("  ")[0] for block in blocks] == [
+        name + "*" * (name in FLAGS) for name in RunConfig.model_fields
+    ]
+    assert all(len(block) == 2 and block[1].startswith("    ") and block[1].endswith(".") for block in blocks)
+    heads = [block[0] for block in blocks]
+    for head in (
+        "lr*  (number at least 0; default 1e-05)",
+        "schedule  (linear | cosine | constant; default linear)",
+        "max_grad_norm  (number above 0 | null; default 1.0)",
+        "steps*  (whole number at least 1; no default)",
+        "betas  ([number at least 0 below 1, number at least 0 below 1]; default [0.9, 0.999])",
+        "placement  (auto | {weights: TIER, state: TIER}; default auto)",
+        "keep  (whole number at least 1; default 2)",
+        "resume*  (true | false; default false)",
+    ):
+        assert head in heads
+    assert "--list" in headrace("train", "--help")[1]
 
 
 def test_debug_shows_the_traceback() -> None:
@@ -139,7 +197,7 @@ def test_pipe_gets_plain_lines_first_and_last_and_not_more_than_one_a_second(
 
 def test_options_of_the_file_are_frozen() -> None:
     """An option more is a decision, not an accident."""
-    assert len(RunConfig.model_fields) == 38
+    assert len(RunConfig.model_fields) == 39
 
 
 def test_full_disk_is_one_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -295,6 +295,48 @@ def test_a_model_that_no_run_made_is_not_overwritten(world: tuple[Path, Path], t
     assert (output / "model.safetensors").read_bytes() == b"somebody's weights"
 
 
+def test_resume_of_a_finished_run_says_so(world: tuple[Path, Path], straight: Path, tmp_path: Path) -> None:
+    output = cut_back(straight, tmp_path / "out", 6)
+    code, printed = headrace(*arguments(*world, output, **OPTIONS, resume=True))
+    assert code == 0, printed
+    assert "already at step 6 of 6: nothing is left to train, the model is written again" in printed
+    assert_same_weights([straight, output])
+
+
+def test_fewer_steps_than_are_done_are_told(world: tuple[Path, Path], straight: Path, tmp_path: Path) -> None:
+    output = cut_back(straight, tmp_path / "out", 4)
+    code, printed = headrace(*arguments(*world, output, **{**OPTIONS, "steps": 3}, resume=True))
+    assert code == 0, printed
+    assert "already at step 4, more than the 3 of this run: nothing is trained" in printed
+    assert "raise steps to go on" in printed
+    assert "step 4/4  validation loss" in printed
+    assert [line["step"] for line in steps_of(output / "log.jsonl")] == [1, 2, 3, 4]
+
+
+def test_more_steps_than_then_go_on_at_the_rate_of_the_longer_schedule(
+    world: tuple[Path, Path], straight: Path, tmp_path: Path
+) -> None:
+    """The rate had fallen to 0 at the end of the 6 steps; a step at that rate would be lost."""
+    output = cut_back(straight, tmp_path / "out", 6)
+    code, printed = headrace(*arguments(*world, output, **{**OPTIONS, "steps": 10}, resume=True))
+    assert code == 0, printed
+    assert "6 of 10 steps are done" in printed
+    rates = [line["lr"] for line in steps_of(output / "log.jsonl")][6:]
+    assert rates == pytest.approx([0.01 * left / 8 for left in (4, 3, 2, 1)])
+
+
+def test_a_finished_run_without_checkpoints_is_not_begun_again(world: tuple[Path, Path], tmp_path: Path) -> None:
+    """With --resume it would start fresh, and the new model would take the place of the old one."""
+    output = tmp_path / "out"
+    assert headrace(*arguments(*world, output, steps=3))[0] == 0
+    before = (output / "model.safetensors").read_bytes()
+    code, printed = headrace(*arguments(*world, output, steps=3, resume=True))
+    assert code == 2
+    assert "holds a finished run without checkpoints" in printed
+    assert (output / "model.safetensors").read_bytes() == before
+    assert "holds a run already: name another folder" in headrace(*arguments(*world, output, steps=3))[1]
+
+
 def test_output_in_use_is_refused(world: tuple[Path, Path], tmp_path: Path) -> None:
     output = tmp_path / "out"
     output.mkdir()

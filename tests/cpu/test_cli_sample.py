@@ -22,9 +22,22 @@ def test_greedy_sample_is_the_likeliest_token_each_time(folder: Path) -> None:
     for _ in range(5):
         with torch.no_grad():
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    wanted = tokenizer.decode(ids[2:], skip_special_tokens=True)
     code, printed = headrace("sample", str(folder), "the cat", "--max-new-tokens", "5")
-    assert (code, printed) == (0, wanted + "\n")
+    *waits, shown = printed.splitlines()
+    assert (code, shown) == (0, tokenizer.decode(ids, skip_special_tokens=True))
+    assert shown.startswith("the cat ")
+    assert waits[0].startswith("loading the model (")
+
+
+def test_tokens_are_shown_as_they_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt is printed before the first new token, and each word before the next one is made."""
+    from transformers import TextStreamer
+
+    shown: list[str] = []
+    monkeypatch.setattr(TextStreamer, "on_finalized_text", lambda self, text, stream_end=False: shown.append(text))
+    assert headrace("sample", str(folder), "the cat", "--max-new-tokens", "5")[0] == 0
+    assert len(shown) > 4
+    assert "".join(shown).split()[:2] == ["the", "cat"]
 
 
 def test_seed_decides_at_a_temperature(folder: Path) -> None:
@@ -43,12 +56,28 @@ def test_chat_template(folder: Path, tmp_path: Path) -> None:
     tokenizer.chat_template = "{{ messages[0]['content'] }} sat on"
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "chat")
     tokenizer.save_pretrained(tmp_path / "chat")
-    plain = headrace("sample", str(folder), "the cat sat on", "--max-new-tokens", "5")
-    assert headrace("sample", str(tmp_path / "chat"), "the cat", "--chat", "--max-new-tokens", "5") == plain
+    plain = headrace("sample", str(folder), "the cat sat on", "--max-new-tokens", "5")[1].splitlines()[-1]
+    chat = headrace("sample", str(tmp_path / "chat"), "the cat", "--chat", "--max-new-tokens", "5")[1].splitlines()[-1]
+    assert f"the cat sat on {chat}" == plain, "the same answer, and nothing but the answer"
 
 
-@pytest.mark.parametrize("where", ["nowhere", "."])
-def test_folder_without_a_model(tmp_path: Path, where: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "text"),
+    [
+        ("nowhere", "holds no model. there is no such folder"),
+        (".", "holds no model. config.json is missing."),
+        ("stopped", "holds no model. config.json is missing, but there are checkpoints: the run was not finished"),
+    ],
+)
+def test_folder_without_a_model(tmp_path: Path, where: str, text: str) -> None:
+    (tmp_path / "stopped" / "checkpoints" / "step-4").mkdir(parents=True)
     code, printed = headrace("sample", str(tmp_path / where), "x")
     assert code == 1
-    assert "holds no model. config.json is missing" in printed
+    assert text in printed
+    assert "loading" not in printed
+
+
+def test_an_empty_prompt(folder: Path) -> None:
+    code, printed = headrace("sample", str(folder), "")
+    assert code == 1
+    assert "the prompt is empty" in printed

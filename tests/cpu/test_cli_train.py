@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cpu.test_cli_world import arguments, headrace, log_of, save_data, save_model, steps_of, weights_of
 from cpu.test_data_samples import write_jsonl
+from headrace.cli.config import RunConfig
 from headrace.data.encode import Encoder
 from headrace.data.prepare import Shape, prepare
 from headrace.data.sampler import Sampler
@@ -114,14 +117,41 @@ def test_only_matrices_decay(world: tuple[Path, Path], tmp_path: Path) -> None:
     assert gain.max() > 1, "a norm that only shrank would have decayed"
 
 
-def test_effective_configuration_is_printed_and_written(world: tuple[Path, Path], tmp_path: Path) -> None:
-    code, printed = headrace(*arguments(*world, tmp_path / "out"))
+def test_what_differs_from_the_defaults_is_printed_and_all_is_written(world: tuple[Path, Path], tmp_path: Path) -> None:
+    code, printed = headrace(*arguments(*world, tmp_path / "out", window=3, steps=3))
     assert code == 0
-    assert "lr: 0.01  (--lr)" in printed
-    assert "dtype: float32  (--set dtype)" in printed
-    assert "schedule: linear\n" in printed
-    written = yaml.safe_load((tmp_path / "out" / "run.yaml").read_text())
-    assert (written["lr"], written["dtype"], written["steps"], written["model"]) == (0.01, "float32", 6, str(world[0]))
+    file = tmp_path / "out" / "run.yaml"
+    head, _, rest = printed.partition("\n")
+    assert head == f"options that differ from their defaults; all of them: {file}"
+    block = list(takewhile(lambda line: line.startswith("  "), rest.splitlines()))
+    assert "  lr: 0.01  (--lr)" in block
+    assert "  dtype: float32  (--set dtype)" in block
+    named = {line.split(":")[0].strip() for line in block}
+    assert named == {
+        "model", "data", "output", "steps", "batch", "accumulation", "sequence_length", "lr", "warmup", "device",
+        "max_grad_norm", "weight_decay", "dtype", "seed",
+    }  # fmt: skip
+    written = yaml.safe_load(file.read_text())
+    assert set(written) == set(RunConfig.model_fields)
+    assert (written["lr"], written["dtype"], written["steps"], written["model"]) == (0.01, "float32", 3, str(world[0]))
+    assert (written["schedule"], written["window"]) == ("linear", 3)
+
+
+def test_waits_are_told(world: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each long part says what it is when it begins, and how long it took where that was noticeable."""
+    monkeypatch.setattr("headrace.cli.progress.TOLD_SECONDS", 0.0)
+    code, printed = headrace(*arguments(*world, tmp_path / "out", steps=3, validation=0.2))
+    assert code == 0
+    lines = printed.splitlines()
+    waits = [
+        "importing torch and transformers", "building the model, its weights still on disk", "reading data",
+        "opening the stores and reading the weights", "writing the model",
+    ]  # fmt: skip
+    begun = [lines.index(f"{wait} ...") for wait in waits]
+    assert begun == sorted(begun)
+    for wait, start in zip(waits, begun, strict=True):
+        assert any(re.fullmatch(rf"{wait}: \d+\.\d s", line) for line in lines[start:]), wait
+    assert lines.index("evaluating 5 rows ...") < lines.index("first step, which also gets the kernels ready ...")
 
 
 def test_epochs_validation_fraction_and_evaluation_in_between(world: tuple[Path, Path], tmp_path: Path) -> None:
@@ -168,7 +198,7 @@ def test_data_errors_are_one_text_without_traceback(
     assert code == 1
     assert text in printed
     assert "Traceback" not in printed
-    assert list((tmp_path / "out").iterdir()) == [], "what is left could block the next run"
+    assert not (tmp_path / "out").exists(), "what is left could block the next run"
 
 
 def test_more_positions_than_the_model_has(world: tuple[Path, Path], tmp_path: Path) -> None:
@@ -192,3 +222,33 @@ def test_length_not_given_is_what_the_model_has(world: tuple[Path, Path], tmp_pa
     assert code == 0, printed
     assert "sequence_length: 64  (not given; the model has 64 positions)" in printed
     assert yaml.safe_load((tmp_path / "out" / "run.yaml").read_text())["sequence_length"] == 64
+
+
+@pytest.mark.parametrize("changes", [{"device_memory": "1KiB"}, {"sequence_length": 65}, {"tokenizer": "no/such"}])
+def test_a_run_that_fails_leaves_no_folder(
+    world: tuple[Path, Path], tmp_path: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the output nor a folder above it; what was there before stays."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    code, printed = headrace(*arguments(*world, tmp_path / "new" / "out", **changes))
+    assert code in (1, 2), printed
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "there").mkdir()
+    headrace(*arguments(*world, tmp_path / "there", **changes))
+    assert (tmp_path / "there").is_dir()
+
+
+def test_a_model_that_is_nowhere_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Report 99: not the tokenizer's fault, which is looked for in the same place."""
+    import huggingface_hub
+
+    def nowhere(*_: Any, **__: Any) -> None:
+        raise OSError("404 Client Error")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", nowhere)
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"text": "a b"}])
+    code, printed = headrace("train", "--model", "nothing", "--data", str(data), "--output", str(tmp_path / "out"))
+    assert code == 1
+    assert "error: nothing is no folder here and cannot be fetched from the hub. 404 Client Error." in printed
+    assert "tokenizer" not in printed
+    assert not (tmp_path / "out").exists()

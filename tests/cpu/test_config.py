@@ -10,6 +10,7 @@ import yaml
 
 from headrace.cli.config import FLAGS, RunConfig, helps
 from headrace.cli.config_file import ConfigError, read_config
+from headrace.cli.names import ELSEWHERE, nearest
 
 
 @pytest.fixture
@@ -121,8 +122,50 @@ def test_files_that_are_no_configuration(good: Path, text: str, problem: str) ->
     assert any(problem in found for found in mistakes(good))
 
 
-def test_missing_file(tmp_path: Path) -> None:
-    assert any("cannot read" in problem for problem in mistakes(tmp_path / "no.yaml"))
+@pytest.mark.parametrize("text", [None, "lr: [1\n", "- lr\n"])
+def test_a_file_that_cannot_be_read_is_the_only_mistake(tmp_path: Path, text: str | None) -> None:
+    """What it would have said is not missing; what the command line says is still checked."""
+    file = tmp_path / "no.yaml"
+    if text is None:
+        assert mistakes(file) == [f"--config: cannot read {file}: No such file or directory"]
+    else:
+        file.write_text(text)
+        assert len(mistakes(file)) == 1
+    assert len(mistakes(file, {"batch": "x"})) == 2
+
+
+def test_a_value_that_cannot_be_read_is_one_mistake(good: Path) -> None:
+    good.write_text(good.read_text().replace("[a.txt]", "!foo x").replace("lr: 1e-4", "lr: !foo x"))
+    assert [problem.split(": ")[0] for problem in mistakes(good)] == [f"{good}:2", f"{good}:4"]
+
+
+def misspelt(name: str) -> set[str]:
+    """`name` with a letter lost, doubled or swapped with its neighbour, and in the spellings of other files."""
+    found = {name.replace("_", "-"), name.replace("_", ""), name.upper(), name.title().replace("_", ""), name + "s"}
+    for place in range(len(name)):
+        found |= {name[:place] + name[place + 1 :], name[:place] + name[place] + name[place:]}
+        if place + 1 < len(name):
+            found.add(name[:place] + name[place + 1] + name[place] + name[place + 2 :])
+    return found - set(RunConfig.model_fields) - {""}
+
+
+def test_the_nearest_name_is_the_meant_one() -> None:
+    """For every option and every slip of one letter; and for what other trainers call it."""
+    names = list(RunConfig.model_fields)
+    wrong = {word: found for name in names for word in misspelt(name) if (found := nearest(word, names)[0]) != name}
+    assert wrong == {}
+    for word, name in ELSEWHERE.items():
+        assert word not in names
+        assert nearest(word.replace("_", "-"), names) == (name, 1.0)
+
+
+@pytest.mark.parametrize("value", ["disk", "[host, disk]", "3"])
+def test_a_placement_of_another_form_is_told_the_form(good: Path, value: str) -> None:
+    good.write_text(good.read_text() + f"placement: {value}\n")
+    (problem,) = mistakes(good)
+    assert problem.endswith('is not "auto" and not of the form {"weights": "host", "state": "disk"}')
+    good.write_text(good.read_text().replace(value, '{"weights": "host", "state": "disk"}') + "disk_dir: spill\n")
+    assert read_config(good, {}, ())[0].placement.state == "disk"
 
 
 NON_DEFAULT: dict[str, tuple[Any, Any]] = {

@@ -1,4 +1,4 @@
-"""Public problem reports 11, 12, 17, 20 to 22, tried on Headrace: frozen, shared and grouped parameters and optimizers."""
+"""Public problem reports 11, 12, 17, 20 to 22, tried on Headrace: frozen, shared and grouped parameters, optimizers."""
 
 from __future__ import annotations
 

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.base.errors import OptionError, PlanError
+from headrace.base.units import format_bytes
 from headrace.plan.place import WORK_SHARE, Budgets, choose, tiers_for
+from headrace.plan.summary import counted, summary
 from headrace.spec.footprint import footprint
 from headrace.spec.model import BLOCK, REST, ModelSpec
 from headrace.spec.placement import DEVICE, DISK, HOST, Placement
@@ -131,6 +133,55 @@ def test_errors_say_what_is_needed_and_what_there_is() -> None:
     assert "largest part: " in text
 
 
+def advice_for(asked: bool, device: int | None = PLENTY, host: int = PLENTY, disk: int | None = PLENTY) -> str:
+    choice: str | dict[str, str] = {"weights": HOST, "state": HOST} if asked else "auto"
+    with pytest.raises(PlanError) as caught:
+        choose(SPEC, budgets(device, host, disk), base(), choice)
+    return caught.value.advice
+
+
+def test_advice_concerns_what_was_asked_and_what_is_short() -> None:
+    """The disk is no help for device memory, and "auto" needs nobody to choose other tiers or a smaller window."""
+    assert re.fullmatch(
+        r"The smallest device_memory that works is [\d.]+ KiB \(\d+ bytes\)", advice_for(False, device=1000, disk=None)
+    )
+    asked = advice_for(True, device=1000, disk=None)
+    assert ", with window=1 and no weights kept on the device. placement='auto' looks for tiers that fit" in asked
+    assert "disk" not in asked
+    assert advice_for(False, 1 << 17, 1000, None).endswith("Give disk_dir to put weights and state on disk")
+    assert "disk_dir, and name the disk in placement, to put" in advice_for(True, host=1000, disk=None)
+    assert "Put weights or state on the disk" in advice_for(True, host=1000)
+    with pytest.raises(PlanError) as caught:
+        choose(SPEC, budgets(disk=6000), base(), {"weights": DISK, "state": DISK})
+    assert caught.value.advice == "Give a disk_dir on a larger disk"
+
+
+def test_the_largest_part_is_one_of_the_tier_that_is_short() -> None:
+    with pytest.raises(PlanError) as caught:
+        choose(SPEC, budgets(1000), base(), {"weights": HOST, "state": HOST})
+    assert re.fullmatch(r"largest part: (weights|grads) on the device, .*", caught.value.numbers)
+
+
+def test_the_share_of_activations_is_named() -> None:
+    """Who gives 200 MiB is not left to wonder why 150 may be used."""
+    device, host, _ = needs(HOST, HOST)
+    budget = with_work(device)
+    _, why = choose(SPEC, budgets(budget, host), base(), "auto")
+    assert f"may be used (25% of {format_bytes(budget)} are left to activations)" in why
+
+
+def test_a_placement_in_words_counts_blocks_and_tiles() -> None:
+    spec, placement = placed(SPEC, HOST, DISK, slots=1)
+    assert summary(spec, placement) == (
+        "weights: 8 blocks and 4 tiles on host, rest on device; optimizer state: 8 blocks, 4 tiles and rest on disk; "
+        "1 weight slot"
+    )
+    assert counted([]) == ""
+    assert counted([unit for unit in spec.units if unit.kind == REST]) == "rest"
+    frozen, placement = placed(made(2, frozen=(0, 1), tiles=1), DISK, DISK)
+    assert "; optimizer state: 2 tiles and rest on disk; 3 weight slots" in summary(frozen, placement)
+
+
 def test_as_asked_is_as_asked() -> None:
     choice = {"weights": {"*": DISK, 0: DEVICE, -1: HOST, "embed*": HOST}, "state": {"*": DISK, 0: HOST}}
     placement, why = choose(SPEC, budgets(), base(), choice)
@@ -159,10 +210,10 @@ def test_state_goes_where_the_weights_go_when_only_these_are_placed() -> None:
         ({"weights": "gpu"}, "placement of weights is unknown. got 'gpu'"),
         ({"weights": 3}, "placement of weights is unknown"),
         ({"state": {0: "ram"}}, "placement of state is unknown. got 'ram'"),
-        ({"weights": {8: HOST}}, "names 8, which matches no unit"),
-        ({"weights": {-9: HOST}}, "names -9, which matches no unit"),
-        ({"weights": {"layers.*": HOST}}, "names 'layers.*', which matches no unit"),
-        ({"weights": {1.5: HOST}}, "names 1.5, which matches no unit"),
+        ({"weights": {8: HOST}}, "names 8, which matches no block and no tile"),
+        ({"weights": {-9: HOST}}, "names -9, which matches no block and no tile"),
+        ({"weights": {"layers.*": HOST}}, "names 'layers.*', which matches no block and no tile"),
+        ({"weights": {1.5: HOST}}, "names 1.5, which matches no block and no tile"),
         ({"weights": HOST, "state": DEVICE}, "state of embed.weight.* on the device but not its weights"),
         ({"weights": {0: DEVICE, "*": DISK}, "state": {1: DEVICE}}, "state of blocks.1 on the device but not"),
     ],

@@ -39,9 +39,12 @@ def save_pretrained(
     this way.
     """
     if getattr(model, "config", None) is None or not hasattr(model, "all_tied_weights_keys"):
-        raise ModelError(f"{type(model).__name__} is no transformers model", "", "Save its state_dict() instead")
+        lacking = "config" if getattr(model, "config", None) is None else "all_tied_weights_keys"
+        raise ModelError(f"{type(model).__name__} is no transformers model", f"it has no {lacking}",
+                         "Save its state_dict() instead")  # fmt: skip
     if getattr(model, "_hf_peft_config_loaded", False):
-        raise ModelError("The model carries adapters", "", "Save it through peft, or merge the adapters first")
+        raise ModelError("The model carries adapters", f"called {', '.join(getattr(model, 'peft_config', {}))}",
+                         "Save it through peft, or merge the adapters first")  # fmt: skip
     stored, tied = _stored(model)
     small_files = _config_files(model, tied)
     groups = _plan_groups(model, stored)
@@ -158,6 +161,7 @@ def _write_group(
             raise ModelError(
                 f"{name} could not be read for saving",
                 f"got {list(value.shape)} on {value.device}, expected {list(tensor.shape)}",
+                "Call headrace.unwrap(model) and save it with transformers",
             )
         values[name] = value.detach()
     results = dict(zip(group.saved, values.values(), strict=True)) if group.renamed else revert(model, values)

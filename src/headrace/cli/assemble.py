@@ -16,6 +16,7 @@ import headrace
 from headrace.base.errors import ModelError
 from headrace.cli.config import RunConfig
 from headrace.cli.config_file import ConfigError
+from headrace.cli.progress import Waiting, unseen
 from headrace.cli.random_state import seed_all
 from headrace.cli.rates import rate_factor
 from headrace.data.counts import Counts
@@ -53,26 +54,31 @@ class Parts:
     flat: bool
 
 
-def assemble(config: RunConfig, say: Callable[[str], None], counting: Callable[[Counts], None] | None = None) -> Parts:
+def assemble(config: RunConfig, say: Callable[[str], None], waiting: Waiting = unseen) -> Parts:
     """Build everything. Data is read before weights, so that broken rows are told before the long part.
 
-    `say` prints a line, `counting` sees the counts while data is read. Raises DataError, ModelError, PlanError,
-    and ConfigError for options that do not suit the model.
+    `say` prints a line, `waiting` shows what takes long. Raises DataError, ModelError, PlanError, and ConfigError
+    for options that do not suit the model.
     """
     seed_all(config.seed)
-    tokenizer = _load_tokenizer(config)
     place = config.model or config.config_model or ""  # the configuration's rules see to it that there is one
-    model = headrace.load_model(place, dtype=getattr(torch, config.dtype), random_weights=config.model is None)
+    if not Path(place).exists():
+        say(f"fetching {place} from the Hugging Face hub, unless it is there already")  # which has bars of its own
+    with waiting("building the model, its weights still on disk") if Path(place).exists() else unseen(""):
+        model = headrace.load_model(place, dtype=getattr(torch, config.dtype), random_weights=config.model is None)
+        tokenizer = _load_tokenizer(config)
     config = _with_length(config, model, say)
     if config.packing is True:
         refuse_without_positions(model, config.sequence_length or DEFAULT_LENGTH)
     encoder = Encoder(tokenizer, model.get_input_embeddings().weight.shape[0])
-    train, validation = _read_data(config, encoder, say, counting)
+    with waiting("reading data") as update:
+        train, validation = _read_data(config, encoder, say, lambda counts: update(_progress(counts)))
     sampler = Sampler(len(train), config.batch * config.accumulation, config.seed)
     steps = config.steps or (config.epochs or 1) * sampler.steps_per_epoch
     if config.warmup >= steps and config.warmup:
         raise ConfigError([f"warmup = {config.warmup} leaves nothing of the {steps} steps"])
-    model, optimizer = _streamed(config, model)
+    with waiting("opening the stores and reading the weights"):
+        model, optimizer = _streamed(config, model)
     flat = train.apart and wants_flat_rows(model)
     if train.apart:
         _keep_apart(model, train, flat)
@@ -91,6 +97,10 @@ def _keep_apart(model: Any, table: TokenTable, flat: bool) -> None:
     numbers = refuse_unless_apart(model, table, opened.device, flat)
     told = {name: f"{value:.1e}" for name, value in numbers.items()}
     opened.events.add("packing", "documents of a packed row do not see each other", **told)
+
+
+def _progress(counts: Counts) -> str:
+    return f"reading data: {counts.rows} rows"
 
 
 def _streamed(config: RunConfig, model: Any) -> tuple[Any, Any]:
@@ -161,7 +171,7 @@ def _with_length(config: RunConfig, model: Any, say: Callable[[str], None]) -> R
 
 
 def _read_data(
-    config: RunConfig, encoder: Encoder, say: Callable[[str], None], counting: Callable[[Counts], None] | None
+    config: RunConfig, encoder: Encoder, say: Callable[[str], None], counting: Callable[[Counts], None]
 ) -> tuple[TokenTable, TokenTable | None]:
     length = config.sequence_length or DEFAULT_LENGTH
     shape = Shape(length, config.packing, config.long_rows, config.broken_rows, config.seed)

@@ -19,6 +19,7 @@ from headrace.base.units import format_bytes
 from headrace.cli.config import RunConfig
 from headrace.files.atomic import TEMPORARY, replacing_folder, sweep_temporary, write_file
 
+_OLDER = "An older checkpoint is taken instead, if there is one"
 _NAME = re.compile(r"step-(\d+)")
 
 FREE = frozenset({
@@ -106,9 +107,9 @@ class Checkpoints:
             state: dict[str, Any] = content["state"]
             told = content["sha256"]
         except (ValueError, KeyError, TypeError) as error:
-            raise FormatError(f"{path / 'run.json'} is damaged", str(error)) from error
+            raise FormatError(f"{path / 'run.json'} is damaged", f"{error!r:.120}", _OLDER) from error
         if hashlib.sha256(json.dumps(state).encode()).hexdigest() != told:
-            raise FormatError(f"{path / 'run.json'} is damaged", "its checksum differs")
+            raise FormatError(f"{path / 'run.json'} is damaged", "its checksum differs", _OLDER)
         return state
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +13,15 @@ from pydantic import ValidationError
 from headrace.base.errors import OptionError
 from headrace.cli.config import Placement, RunConfig, Tier
 from headrace.cli.config_rules import broken_rules, resolved
+from headrace.cli.names import NEAR, nearest, strays, unknown
 
 Place = tuple[str | int, ...]
 """Where a value stands in the configuration: ("lr",), ("placement", "weights"), ("data", 1)."""
 
 INSTEAD = {"steps": "epochs", "epochs": "steps", "model": "config_model", "config_model": "model"}
 """Options of which one replaces the other: a flag silences the other's line in the file, with a note."""
+
+PLACEMENT = '{"weights": "host", "state": "disk"}'
 
 
 class ConfigError(OptionError):
@@ -28,7 +30,9 @@ class ConfigError(OptionError):
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = list(problems)
         count = "1 mistake" if len(self.problems) == 1 else f"{len(self.problems)} mistakes"
-        super().__init__(f"the configuration has {count}:\n" + "\n".join(f"  {text}" for text in self.problems))
+        what, lines = f"the configuration has {count}", "\n".join(f"  {text}" for text in self.problems)
+        super().__init__(what, lines, "Correct each of them")
+        self.args = (f"{what}:\n{lines}",)  # as a list; each line says what to do about it
 
 
 @dataclass
@@ -40,6 +44,8 @@ class Given:
     places: dict[Place, str] = field(default_factory=dict)
     problems: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unread: set[str] = field(default_factory=set)
+    """Options that were given in a way that is reported already."""
 
     def where(self, place: Place) -> str:
         """The place of a value, or of what holds it."""
@@ -48,19 +54,25 @@ class Given:
         return self.places.get(place, self.source)
 
 
-def read_config(file: Path | None, flags: Mapping[str, Any], settings: Sequence[str]) -> tuple[RunConfig, Given]:
-    """The effective configuration. `flags`: option to value, None where not given; `settings`: "name=value" texts.
+def read_config(
+    file: Path | None, flags: Mapping[str, Any], settings: Sequence[str], rest: Sequence[str] = ()
+) -> tuple[RunConfig, Given]:
+    """The effective configuration. `flags`: option to value, None where not given; `settings`: "name=value" texts;
+    `rest`: words of the command line that are no flags.
 
     Flags and settings win over the file; the same option in both of them is refused. Raises ConfigError with
     all mistakes: each has its file and line (or flag), the wrong value, and the nearest valid name.
     """
     given = Given("command line" if file is None else str(file))
-    if file is not None:
-        _read_file(file, given)
+    readable = file is None or _read_file(file, given)
+    for argument, text, meant in strays(rest):
+        given.problems.append((argument, text))
+        given.unread |= {meant} if meant else set()
     _take(given, dict(_explicit(flags, settings, given)))
     config, wrong = _validated(given)
-    for name, text in broken_rules(config, wrong):
-        given.problems.append((given.where((name,)), text))
+    if readable:  # else all that the file says would be reported as missing
+        for name, text in broken_rules(config, wrong | given.unread):
+            given.problems.append((given.where((name,)), text))
     if given.problems:
         raise ConfigError([f"{where}: {text}" for where, text in sorted(given.problems, key=_line)])
     return resolved(config), given
@@ -72,26 +84,28 @@ def _line(problem: tuple[str, str]) -> int:
     return int(number) if number.isdigit() else 1 << 30
 
 
-def _read_file(file: Path, given: Given) -> None:
+def _read_file(file: Path, given: Given) -> bool:
+    """Take the file's values; False when it is no configuration at all."""
     try:
         text = file.read_text(encoding="utf-8-sig")
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except (OSError, UnicodeDecodeError) as error:
         given.problems.append(("--config", f"cannot read {file}: {getattr(error, 'strerror', None) or error}"))
-        return
+        return False
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         given.problems.append((f"{file}:{line}", f"not YAML: {error.problem or error.context}"))
-        return
+        return False
     except yaml.YAMLError as error:
         given.problems.append((str(file), f"not YAML: {error}"))
-        return
+        return False
     if node is None:
-        return
+        return True
     if not isinstance(node, yaml.MappingNode):
         given.problems.append((f"{file}:{node.start_mark.line + 1}", 'expected lines such as "lr: 1e-5"'))
-        return
+        return False
     given.values.update(_mapping(node, file, (), given))
+    return True
 
 
 def _mapping(node: yaml.MappingNode, file: Path, above: Place, given: Given) -> dict[str, Any]:
@@ -110,17 +124,18 @@ def _mapping(node: yaml.MappingNode, file: Path, above: Place, given: Given) -> 
         if isinstance(value, yaml.SequenceNode):
             for index, item in enumerate(value.value):
                 given.places[(*place, index)] = f"{file}:{item.start_mark.line + 1}"
-        values[name] = _constructed(value, line, given)
+        try:
+            values[name] = _constructed(value)
+        except (yaml.YAMLError, ValueError) as error:
+            given.problems.append((line, f"a value that cannot be read: {getattr(error, 'problem', None) or error}"))
+            given.unread.add(str(place[0]))
     return values
 
 
-def _constructed(node: yaml.Node, where: str, given: Given) -> Any:
+def _constructed(node: yaml.Node) -> Any:
     loader = yaml.SafeLoader("")
     try:
         return loader.construct_object(node, deep=True)
-    except (yaml.YAMLError, ValueError) as error:
-        given.problems.append((where, f"a value that cannot be read: {getattr(error, 'problem', None) or error}"))
-        return None
     finally:
         loader.dispose()
 
@@ -176,6 +191,9 @@ def _validated(given: Given) -> tuple[RunConfig, set[str]]:
         return RunConfig.model_validate(given.values), set()
     except ValidationError as error:
         wrong = {str(item["loc"][0]) for item in error.errors()}
+        for name in wrong - set(RunConfig.model_fields):  # a misspelt option is not missing as well
+            meant, likeness = nearest(name, list(RunConfig.model_fields))
+            given.unread |= {meant} if likeness >= NEAR else set()
         told: set[tuple[str, str]] = set()
         for item in error.errors():
             problem = (given.where(tuple(item["loc"])), _explained(tuple(item["loc"]), dict(item)))
@@ -193,13 +211,14 @@ def _explained(place: Place, item: dict[str, Any]) -> str:
     kind, context = str(item["type"]), item.get("ctx", {})
     if kind == "extra_forbidden":
         names = list(RunConfig.model_fields if len(place) == 1 else Placement.model_fields)
-        return f"{name} is not an option{_nearest(str(place[-1]), names)}"
+        return unknown(name, str(place[-1]), names)
     value = f"{name} = {item['input']!r}"
     if kind == "value_error":
         return f"{value} {context['error']}"
     if kind == "literal_error":
         choices = _choices(place)
-        return f"{value} is not one of {', '.join(choices)}{_nearest(str(item['input']), choices, rest=False)}"
+        near, likeness = nearest(str(item["input"]), choices)
+        return f"{value} is not one of {', '.join(choices)}" + (f"; nearest: {near}" if likeness >= NEAR else "")
     texts = {
         "int": "is not a whole number", "float": "is not a number", "finite": "is not a finite number",
         "bool": "is not true or false", "string": "is not text (put it in quotes)",
@@ -207,7 +226,7 @@ def _explained(place: Place, item: dict[str, Any]) -> str:
         "greater_than": f"is too small: more than {context.get('gt')}",
         "less_than": f"is too large: less than {context.get('lt')}",
         "tuple": "is not a list", "too_": f"has {context.get('actual_length')} entries",
-        "missing": "has too few entries: two are needed", "model": 'is not "auto" or a mapping of weights and state',
+        "missing": "has too few entries: two are needed", "model": f'is not "auto" and not of the form {PLACEMENT}',
     }  # fmt: skip
     told = next((text for start, text in texts.items() if kind.startswith(start)), str(item["msg"]))
     return f"{value} {told}"
@@ -217,9 +236,3 @@ def _choices(place: Place) -> list[str]:
     if len(place) > 1:
         return list(get_args(Tier))
     return list(get_args(RunConfig.model_fields[str(place[0])].annotation))
-
-
-def _nearest(word: str, names: Sequence[str], rest: bool = True) -> str:
-    """The nearest valid name as a clause; if none is near, all of them (`rest`) or nothing."""
-    near = difflib.get_close_matches(word.replace("-", "_").lower(), names, 1, 0.5)
-    return f"; nearest: {near[0]}" if near else f"; there are: {', '.join(names)}" if rest else ""

@@ -12,9 +12,9 @@ from headrace.cli.config import FLAGS, RunConfig, helps
 
 _REPEATABLE = ("data", "validation")
 _SWITCHES = ("resume",)
-_METAVARS = {
+METAVARS = {
     "model": "FOLDER|ID", "config_model": "FILE", "tokenizer": "FOLDER|ID", "data": "PATH", "output": "FOLDER",
-    "lr": "NUMBER", "device": "NAME", "device_memory": "SIZE", "host_memory": "SIZE", "disk_dir": "FOLDER",
+    "device": "NAME", "device_memory": "SIZE", "host_memory": "SIZE", "disk_dir": "FOLDER",
     "validation": "PATH|FRACTION",
 }  # fmt: skip
 
@@ -39,7 +39,7 @@ def _flag(name: str, text: str) -> inspect.Parameter:
         kind = list[str] | None
     if name in _SWITCHES:
         kind, option = bool | None, f"{option}/--no-{option[2:]}"
-    metavar = None if name in _SWITCHES else _METAVARS.get(name, "N")
+    metavar = None if name in _SWITCHES else METAVARS.get(name, "N")
     value = RunConfig.model_fields[name].default
     shown = f"{text[:-1]} (default {value})." if value and isinstance(value, int | float) else text
     default = typer.Option(None, option, help=shown, metavar=metavar, show_default=False)

@@ -40,8 +40,12 @@ class Loop:
         self.step, self.log_position = state["step"], state["log"]
         parts.sampler.restore(state["sampler"])
         parts.scheduler.load_state_dict(state["scheduler"])
-        for group, rate in zip(parts.optimizer.param_groups, parts.scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate
+        # By the schedule of this run: with more steps than then, the rate is not what it had fallen to at that end.
+        schedule = parts.scheduler
+        for group, highest, factor in zip(
+            parts.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
+        ):
+            group["lr"] = highest * factor(schedule.last_epoch)
         restore_random_state(state["random"])
         self._saved = self.step
         return True
@@ -52,6 +56,8 @@ class Loop:
         parts.model.train()
         if self.step == 0:
             self._evaluate_and_tell(display, log)
+        if self.step < parts.steps and self._stop.number is None:
+            display.busy("first step, which also gets the kernels ready")
         while self.step < parts.steps and self._stop.number is None:
             self._train_step(display, log)
             last = self.step == parts.steps
@@ -106,9 +112,10 @@ class Loop:
     def _evaluate_and_tell(self, display: Display, log: StepLog) -> None:
         if self._parts.validation is None:
             return
+        display.busy(f"evaluating {len(self._parts.validation)} rows")
         loss = self.evaluate(self._parts.validation)
         if loss is not None:
-            display.say(f"step {self.step}/{self._parts.steps}  validation loss {loss:.4f}")
+            display.say(f"step {self.step}/{max(self.step, self._parts.steps)}  validation loss {loss:.4f}")
             log.write(step=self.step, validation_loss=loss)
 
     def evaluate(self, table: TokenTable) -> float | None:

@@ -44,29 +44,49 @@ def headrace(
     """Train language models that do not fit on the accelerator."""
 
 
-@app.command()
+def _show_options(asked: bool) -> None:
+    if asked:
+        from headrace.cli.listing import listing
+
+        print(listing())
+        raise typer.Exit
+
+
+# What is no flag comes to us too: a misspelt one is one of the mistakes that are told together.
+@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 @with_config_flags
 def train(
+    context: typer.Context,
     config: Annotated[Path | None, typer.Option("--config", help="YAML file with options; flags win over it.")] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="Any option of the YAML file, such as schedule=cosine."),
+        typer.Option("--set", metavar="NAME=VALUE", help="Any option, such as schedule=cosine; may be repeated."),
     ] = None,
+    listed: Annotated[
+        bool,
+        typer.Option(
+            "--list", callback=_show_options, is_eager=True, help="Show every option with type and default, and exit."
+        ),
+    ] = False,
     debug: Debug = False,
     **flags: Any,
 ) -> None:
-    """Train a model: fine-tune --model, or start from random weights with --config-model and --tokenizer."""
+    """Train a model: fine-tune --model, or start from random weights with --config-model and --tokenizer.
+
+    More options (schedule, warmup, dtype, packing, ...) stand in the --config file or go as --set NAME=VALUE: --list
+    shows them all.
+    """
     with _told(debug):
         from headrace.cli.train import train as run
 
-        run(config, flags, settings or [])
+        run(config, flags, settings or [], context.args)
 
 
 @app.command()
 def sample(
     folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder of the model.")],
     prompt: Annotated[str, typer.Argument(help="Text to go on from.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token each time.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the draws at a temperature above 0.")] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
@@ -104,7 +124,7 @@ def _told(debug: bool) -> Iterator[None]:
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    app()
+    app(prog_name="headrace")  # also where it runs as a module
 
 
 if __name__ == "__main__":

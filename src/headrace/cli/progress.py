@@ -1,4 +1,4 @@
-"""What a run shows and logs: a progress bar on a terminal, plain lines elsewhere, one JSON line per step in a file."""
+"""What a run shows and logs: waits and a progress bar on a terminal, plain lines elsewhere, a JSON line per step."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,6 +21,36 @@ from headrace.base.units import format_bytes
 
 LINE_SECONDS = 1.0
 """Shortest time between two plain lines, the first and the last step excepted."""
+
+TOLD_SECONDS = 1.0
+"""A wait of at least this long is told with its duration when it is over."""
+
+Waiting = Callable[[str], AbstractContextManager[Callable[[str], None]]]
+"""Use as `with waiting("reading data") as update: ...`; `update` replaces the text meanwhile."""
+
+
+def waiting_on(console: Console) -> Waiting:
+    """Waits that are shown: a spinner on a terminal, a line elsewhere, and the seconds that longer ones took."""
+
+    @contextmanager
+    def waiting(text: str) -> Iterator[Callable[[str], None]]:
+        started = time.monotonic()
+        if console.is_terminal:
+            with console.status(text) as status:
+                yield status.update
+        else:
+            console.print(f"{text} ...", markup=False, highlight=False, soft_wrap=True)
+            yield lambda text: None
+        seconds = time.monotonic() - started
+        if seconds >= TOLD_SECONDS:
+            console.print(f"{text}: {seconds:.1f} s", markup=False, highlight=False, soft_wrap=True)
+
+    return waiting
+
+
+def unseen(text: str) -> AbstractContextManager[Callable[[str], None]]:
+    """Waits that nobody is shown."""
+    return nullcontext(lambda text: None)
 
 
 class StepLog:
@@ -94,6 +126,13 @@ class Display:
         if now - self._shown >= LINE_SECONDS or step == self._steps:
             self._shown = now
             self.say(f"step {step}/{self._steps}  {text}")
+
+    def busy(self, text: str) -> None:
+        """What happens now, where it is no ordinary step: beside the bar, or as a line."""
+        if self._bar is not None:
+            self._bar.update(self._task, text=text)
+            return
+        self.say(f"{text} ...")
 
     def say(self, text: str) -> None:
         """A line above the bar."""

@@ -1,53 +1,79 @@
-"""`headrace sample`: plain transformers generation from a folder, as anybody else would load it."""
+"""`headrace sample`: plain transformers generation from a folder, as anybody else would load it, shown as it comes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from headrace.base.errors import ModelError, OptionError
+from headrace.base.units import format_bytes
+from headrace.cli.progress import waiting_on
 
 
 def sample(folder: str, prompt: str, *, max_new_tokens: int, temperature: float, seed: int, chat: bool) -> None:
-    """Print what the model in `folder` says after `prompt`.
+    """Print `prompt` and what the model in `folder` says after it; with `chat` only the answer.
 
-    Raises ModelError when the folder holds no model, OptionError for `chat` without a chat template.
+    Raises ModelError when the folder holds no model, OptionError for an empty prompt, and for `chat` without a chat
+    template.
     """
-    if not (Path(folder) / "config.json").is_file():
-        raise ModelError(
-            f"{folder} holds no model", "config.json is missing", "Give the output folder of a training run"
-        )
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
+    _check_folder(Path(folder))
+    size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+    with waiting_on(Console(stderr=True, highlight=False))(f"loading the model ({format_bytes(size)})"):
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+        from transformers.utils import logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    if not any((Path(folder) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        tokenizer = _loaded(AutoTokenizer, folder)
+        inputs = _inputs(tokenizer, prompt, chat)
+        model = _loaded(AutoModelForCausalLM, folder, dtype="auto").to("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(seed)
+    drawn = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    plain = {"temperature": None, "top_p": None, "top_k": None} | drawn  # else settings saved with the model mix in
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    shown = TextStreamer(tokenizer, skip_prompt=chat, skip_special_tokens=True)
+    with torch.inference_mode():
+        model.generate(
+            **inputs.to(model.device), max_new_tokens=max_new_tokens, pad_token_id=pad, streamer=shown, **plain
+        )
+
+
+def _check_folder(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        found = "there is no such folder" if not folder.is_dir() else "config.json is missing"
+        if any((folder / "checkpoints").glob("step-*")):
+            found += ", but there are checkpoints: the run was not finished"
+        raise ModelError(f"{folder} holds no model", found, "Give the output folder of a finished training run")
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         raise ModelError(
             f"{folder} holds no tokenizer", "tokenizer.json is missing", "Save it: tokenizer.save_pretrained(folder)"
         )
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    except (OSError, ValueError) as error:
-        raise ModelError(f"the model in {folder} cannot be loaded", " ".join(str(error).split())[:300]) from error
-    if torch.cuda.is_available():
-        model = model.to("cuda")
-    if chat and not tokenizer.chat_template:
-        raise OptionError("the tokenizer has no chat template", "", "Leave --chat away")
+
+
+def _inputs(tokenizer: Any, prompt: str, chat: bool) -> Any:
+    """The prompt as tokens, a batch of one."""
     text = prompt
     if chat:
+        if not tokenizer.chat_template:
+            where = tokenizer.name_or_path
+            raise OptionError("the tokenizer has no chat template", f"none is in {where}", "Leave --chat away")
         turns = [{"role": "user", "content": prompt}]
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     # A rendered template holds its own special tokens; a second begin token would be one too many.
     inputs = tokenizer(text, add_special_tokens=not chat, return_tensors="pt", return_token_type_ids=False)
     if not inputs["input_ids"].numel():
         raise OptionError("the prompt is empty", "it has no token", "Give at least one word")
-    torch.manual_seed(seed)
-    drawn = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    plain = {"temperature": None, "top_p": None, "top_k": None} | drawn  # else settings saved with the model mix in
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    with torch.inference_mode():
-        ids = model.generate(**inputs.to(model.device), max_new_tokens=max_new_tokens, pad_token_id=pad, **plain)
-    print(tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    return inputs
+
+
+def _loaded(kind: Any, folder: str, **options: Any) -> Any:
+    try:
+        return kind.from_pretrained(folder, **options)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"the model in {folder} cannot be loaded", " ".join(str(error).split())[:300],
+            "Give the output folder of a finished training run",
+        ) from error  # fmt: skip

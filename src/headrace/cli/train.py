@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,9 @@ from headrace.files.atomic import write_file
 from headrace.files.leftovers import lock
 
 
-def train(file: Path | None, flags: Mapping[str, Any], settings: Sequence[str]) -> None:
+def train(file: Path | None, flags: Mapping[str, Any], settings: Sequence[str], rest: Sequence[str] = ()) -> None:
     """Train as configured. Exits with 130 or 143 after a signal; raises ConfigError (exit code 2) for mistakes."""
-    config, given = read_config(file, flags, settings)
+    config, given = read_config(file, flags, settings, rest)
     console = Console(highlight=False)
     _print_config(config, given, console)
     with Stop(console) as stop:
@@ -41,11 +41,14 @@ def train(file: Path | None, flags: Mapping[str, Any], settings: Sequence[str]) 
 
 def _run(config: RunConfig, console: Console, stop: Stop) -> bool:
     """True when the run is complete, False when a signal stopped it."""
+    from headrace.cli.progress import Display, StepLog, waiting_on
+
+    waiting = waiting_on(console)
     # Torch and transformers are first needed here: mistakes in the configuration are told without them.
-    from headrace.cli.assemble import assemble
-    from headrace.cli.checkpoints import Checkpoints
-    from headrace.cli.loop import Loop
-    from headrace.cli.progress import Display, StepLog
+    with waiting("importing torch and transformers"):
+        from headrace.cli.assemble import assemble
+        from headrace.cli.checkpoints import Checkpoints
+        from headrace.cli.loop import Loop
 
     def say(text: str) -> None:
         console.print(text, markup=False, soft_wrap=True)
@@ -53,14 +56,13 @@ def _run(config: RunConfig, console: Console, stop: Stop) -> bool:
     output = Path(config.output)
     checkpoints = Checkpoints(output / "checkpoints", config.keep, say)
     checkpoints.sweep()
-    with console.status("reading data") as status:
-        parts = assemble(
-            config, say, lambda counts: status.update(f"reading data: {counts.rows} rows")
-        )
+    parts = assemble(config, say, waiting)
     with parts.session:
         loop = Loop(parts, checkpoints, stop)
-        if config.resume and not loop.resume():
-            say("nothing saved yet: starting fresh")
+        if config.resume:
+            with waiting("looking for a checkpoint"):
+                resumed = loop.resume()
+            say(_resumed(loop.step, parts.steps) if resumed else "nothing saved yet: starting fresh")
         write_file(output / "run.yaml", _as_yaml(parts.config))
         _warn_of_small_disk(config, parts.model, say)
         log = StepLog(Path(config.log or output / "log.jsonl"), loop.log_position)
@@ -69,9 +71,10 @@ def _run(config: RunConfig, console: Console, stop: Stop) -> bool:
             complete = loop.run(display, log)
         log.close()
         if complete:
-            parts.model.save_pretrained(output)
-            parts.tokenizer.save_pretrained(output)
-            say(f"model in {output}")
+            with waiting("writing the model"):
+                parts.model.save_pretrained(output)
+                parts.tokenizer.save_pretrained(output)
+            say(f'model in {output}; try it: headrace sample {output} "Once upon a time"')
         else:
             say(f"stopped after step {loop.step} of {parts.steps}; go on with: "
                 f"headrace train --config {output / 'run.yaml'} --resume")  # fmt: skip
@@ -79,13 +82,32 @@ def _run(config: RunConfig, console: Console, stop: Stop) -> bool:
     return complete
 
 
+def _resumed(step: int, steps: int) -> str:
+    if step < steps:
+        return f"{step} of {steps} steps are done"
+    if step == steps:
+        return f"already at step {step} of {steps}: nothing is left to train, the model is written again"
+    return (
+        f"already at step {step}, more than the {steps} of this run: nothing is trained, the model of step {step} is "
+        "written again; raise steps to go on"
+    )
+
+
 def _print_config(config: RunConfig, given: Given, console: Console) -> None:
-    """Every option with its effective value, and for those that were given, where."""
+    """The options that differ from their defaults, and where each was given."""
     for note in given.notes:
         console.print(note, markup=False, soft_wrap=True)
-    for name, value in config.model_dump(mode="json").items():
+    console.print(
+        f"options that differ from their defaults; all of them: {Path(config.output) / 'run.yaml'}",
+        markup=False, soft_wrap=True,
+    )  # fmt: skip
+    fields, values = RunConfig.model_fields, config.model_dump(mode="json")
+    for name in fields:
+        if getattr(config, name) == fields[name].default:
+            continue
         place = given.places.get((name,)) or next((p for key, p in given.places.items() if key[0] == name), "")
-        console.print(f"{name}: {_scalar(value)}{f'  ({place})' if place else ''}", markup=False, soft_wrap=True)
+        text = f"  {name}: {_scalar(values[name])}{f'  ({place})' if place else ''}"
+        console.print(text, markup=False, soft_wrap=True)
 
 
 def _scalar(value: Any) -> str:
@@ -118,23 +140,40 @@ def _events_shown(console: Console) -> Iterator[None]:
 
 @contextmanager
 def _claimed(output: Path, resume: bool) -> Iterator[None]:
-    """Hold the output folder: no second run may write there, and no earlier run's results are overwritten."""
+    """Hold the output folder: no second run may write there, and no earlier run's results are overwritten.
+
+    Folders that are made here and in which nothing was written are removed again.
+    """
+    made = [folder for folder in (output, *output.parents) if not folder.exists()]
     output.mkdir(parents=True, exist_ok=True)
-    complete = (output / "run.yaml").exists() and (output / "config.json").exists()
-    if not resume and (complete or any((output / "checkpoints").glob("step-*"))):
-        raise ConfigError(
-            [f"output = {str(output)!r} holds a run already: go on with --resume, or name another folder"]
-        )
-    ours = (output / "run.yaml").exists() or (output / "checkpoints").exists()
-    if not ours and ((output / "config.json").exists() or any(output.glob("*.safetensors"))):
-        raise ConfigError([f"output = {str(output)!r} holds a model that no run made here: name another folder"])
     fd = os.open(output, os.O_RDONLY)
     try:
         if lock(fd) is False:
             raise ConfigError([f"output = {str(output)!r} is in use by another run: name another folder"])
+        _refuse_used(output, resume)
         yield
     finally:
+        with suppress(OSError):  # it holds something
+            for folder in made:
+                folder.rmdir()
         os.close(fd)
+
+
+def _refuse_used(output: Path, resume: bool) -> None:
+    """Raise ConfigError when the folder holds something that this run must not overwrite."""
+    complete = (output / "run.yaml").exists() and (output / "config.json").exists()
+    saved = any((output / "checkpoints").glob("step-*"))
+    if not resume and (complete or saved):
+        way = "go on with --resume, or name another folder" if saved else "name another folder"
+        raise ConfigError([f"output = {str(output)!r} holds a run already: {way}"])
+    if resume and complete and not saved:
+        raise ConfigError(
+            [f"output = {str(output)!r} holds a finished run without checkpoints, so that --resume would begin it "
+             "again: name another folder (save_every keeps checkpoints)"]
+        )  # fmt: skip
+    ours = (output / "run.yaml").exists() or (output / "checkpoints").exists()
+    if not ours and ((output / "config.json").exists() or any(output.glob("*.safetensors"))):
+        raise ConfigError([f"output = {str(output)!r} holds a model that no run made here: name another folder"])
 
 
 def _warn_of_small_disk(config: RunConfig, model: Any, say: Any) -> None:

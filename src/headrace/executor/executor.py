@@ -47,7 +47,9 @@ class Executor:
     def start(self, program: Program, notes: Notes | None = None) -> Walk:
         """Begin a program. Overlapped: its copies start at once."""
         if self.closed:
-            raise StepError("the session of this model is closed", "", "Call headrace.wrap(model) again")
+            came = f"a {program.name} pass of {len(program.ops)} ops came"
+            raise StepError("the session of this model is closed", came,
+                            "Load the model again and wrap it: its weights went with the session")  # fmt: skip
         with uninterrupted():
             return self._start(program, notes)
 

@@ -110,7 +110,8 @@ class PositionalFile:
     def _in_use(self) -> Iterator[None]:
         with self._idle:
             if not self._close.alive:
-                raise StoreError(f"{self.path} is closed", "", "Do not use a store after its session was closed")
+                raise StoreError(f"{self.path} is closed", f"{self._users} transfers are still under way",
+                                 "Do not use a store after its session was closed")  # fmt: skip
             self._users += 1
         try:
             yield

@@ -71,7 +71,8 @@ def check_momentum(kernel: str, momentum: float, buffer: Tensor | None) -> None:
 
 
 def _refuse(kernel: str, name: str, given: str, wanted: str) -> None:
-    raise OptionError(f"{kernel} cannot take this `{name}`", f"Given: {given}; wanted: {wanted}", "Fix the caller")
+    advice = f"Pass `{name}` as wanted; inside a training run this is a fault of Headrace: please report it"
+    raise OptionError(f"{kernel} cannot take this `{name}`", f"Given: {given}; wanted: {wanted}", advice)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -105,7 +105,7 @@ def token_losses(
     """Differentiable loss of every token, shaped like `labels`, and the number of labelled tokens."""
     for name, value in (("tile_rows", tile_rows), ("chunk_rows", chunk_rows)):
         if value is not None and value < 1:
-            raise OptionError(f"{name} must be at least 1", f"got {value}")
+            raise OptionError(f"{name} must be at least 1", f"got {value}", "Leave it out for the usual size")
     flat = hidden.reshape(-1, hidden.shape[-1])
     rows = open_rows(flat, labels.reshape(-1), spec)
     losses: Tensor = _TokenLosses.apply(  # type: ignore[no-untyped-call]
@@ -191,7 +191,8 @@ def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor |
             "hidden is (..., H), weight (V, H), labels (...)",
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise OptionError("The bias does not fit the head", f"{tuple(bias.shape)} for {weight.shape[0]} rows")
+        raise OptionError("The bias does not fit the head", f"{tuple(bias.shape)} for {weight.shape[0]} rows",
+                          "bias is (V,): one number for each row of the weight")  # fmt: skip
     autocast = torch.is_autocast_enabled(hidden.device.type)
     if not autocast and any(x.dtype != hidden.dtype for x in (weight, bias) if x is not None):
         raise OptionError(

@@ -51,7 +51,7 @@ class HeadSpec:
         if self.softcap is not None and not self.softcap > 0:
             raise OptionError("softcap must be positive", f"got {self.softcap}", "Pass None for no soft-cap")
         if not 0.0 <= self.label_smoothing <= 1.0:
-            raise OptionError("label_smoothing must lie between 0 and 1", f"got {self.label_smoothing}")
+            raise OptionError("label_smoothing must lie between 0 and 1", f"got {self.label_smoothing}", "0.0 is none")
 
 
 @dataclass
@@ -105,6 +105,7 @@ def open_rows(hidden: Tensor, labels: Tensor, spec: HeadSpec) -> LossRows:
         raise OptionError(
             "labels must be integers, one per token",
             f"{tuple(labels.shape)} {labels.dtype} for hidden states {tuple(hidden.shape)}",
+            "Give token ids (torch.long), and -100 where no loss is wanted",
         )
     on_host = labels.detach().to("cpu", torch.int64)
     labelled = on_host != spec.ignore_index

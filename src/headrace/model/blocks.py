@@ -106,7 +106,8 @@ def _named(model: nn.Module, blocks: str | Sequence[str] | Sequence[nn.Module]) 
                 ) from None  # fmt: skip
             if not isinstance(found, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
                 raise OptionError(
-                    f"blocks names {item!r}, which is a {type(found).__name__} and no list of modules", "",
+                    f"blocks names {item!r}, which is a {type(found).__name__} and no list of modules",
+                    f"it holds {len(list(found.children()))} modules by name",
                     "Name the list that holds the blocks, or pass the blocks themselves",
                 )  # fmt: skip
             stacks.append(Stack(item, tuple(_children(found))))

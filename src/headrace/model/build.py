@@ -73,9 +73,10 @@ def find_folder(folder_or_id: str | os.PathLike[str], config_only: bool, code: b
         return place
     text = str(folder_or_id)
     if place.is_file():
-        raise ModelError(f"{text} is a file", "", "Give the folder that holds config.json and the safetensors files")
+        raise ModelError(f"{text} is a file, and no folder of a model", f"it has {place.stat().st_size} bytes",
+                         "Give the folder that holds config.json and the safetensors files")  # fmt: skip
     if place.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1:
-        raise ModelError(f"There is no folder {text}", "", "Check the path")
+        raise ModelError(f"There is no folder {text}", f"looked from {Path.cwd()}", "Check the path")
     import huggingface_hub
 
     patterns = ["*.json"] if config_only else list(_DOWNLOAD)
@@ -94,13 +95,16 @@ def read_config(place: Path, trust_remote_code: bool, overrides: Mapping[str, An
     from transformers import AutoConfig
 
     if place.is_dir() and not (place / "config.json").exists():
-        raise ModelError(f"{place} holds no config.json", "", "Give the folder of a transformers model")
+        there = ", ".join(sorted(path.name for path in place.iterdir())[:6]) or "nothing"
+        raise ModelError(f"{place} holds no config.json", f"found {there}", "Give the folder of a transformers model")
     implementations = {name: value for name, value in overrides.items() if name.endswith("_implementation")}
     attributes = {name: value for name, value in overrides.items() if name not in implementations}
     try:
         plain = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        advice = "If you trust that code, pass trust_remote_code=True" if "custom code" in str(error) else ""
+        advice = "Check that config.json is whole and that this version of transformers knows its model_type"
+        if "custom code" in str(error):
+            advice = "If you trust that code, pass trust_remote_code=True"
         raise ModelError(f"The configuration in {place} cannot be read", _first_line(error), advice) from error
     _check_overrides(plain, attributes, implementations)
     try:
@@ -109,8 +113,9 @@ def read_config(place: Path, trust_remote_code: bool, overrides: Mapping[str, An
         )
     except Exception as error:  # configurations validate with exceptions of several libraries
         raise OptionError(
-            f"The configuration {type(plain).__name__} refuses {', '.join(sorted(attributes))}", str(error)
-        ) from error
+            f"The configuration {type(plain).__name__} refuses {', '.join(sorted(attributes))}", str(error),
+            "Give values that belong together, or leave them out",
+        ) from error  # fmt: skip
     for part in (config, config.get_text_config()):
         quantisation = getattr(part, "quantization_config", None)
         if quantisation is not None:
@@ -139,8 +144,9 @@ def _check_overrides(config: Any, attributes: Mapping[str, Any], implementations
         near = difflib.get_close_matches(name, [*known, *sorted(allowed)], n=1)
         parts.append(f"{name} (nearest: {near[0]})" if near else name)
     raise OptionError(
-        f"{type(config).__name__} has no attribute called {', '.join(parts)}", f"it has {', '.join(known)}"
-    )
+        f"{type(config).__name__} has no attribute called {', '.join(parts)}", f"it has {', '.join(known)}",
+        "Use one of these names",
+    )  # fmt: skip
 
 
 def _with_layer_types(config: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:

@@ -80,7 +80,8 @@ class FolderSource:
         recipe = self._plan.recipes.get(name)
         if recipe is None:
             if self._initial is None:
-                raise ModelError(f"The checkpoint has no tensor for {name}", f"{len(self._plan.recipes)} are known")
+                raise ModelError(f"The checkpoint has no tensor for {name}", f"{len(self._plan.recipes)} are known",
+                                 "Check that config.json and the safetensors files belong together")  # fmt: skip
             self._initial.read_into(name, out)
             return
         with torch.no_grad():
@@ -147,7 +148,8 @@ class RandomSource:
         """See `WeightSource`. Raises ModelError when the model does not say how to initialise `name`."""
         name = self._aliases.get(name, name)
         if name not in self._dtypes:
-            raise ModelError(f"The model has no tensor called {name}", f"{len(self._dtypes)} are known")
+            raise ModelError(f"The model has no tensor called {name}", f"{len(self._dtypes)} are known",
+                             "Names are those of model.named_parameters() and named_buffers()")  # fmt: skip
         # Strides would change the order in which random numbers are used, and rounding belongs to the model's dtype.
         in_place = out.dtype == self._dtypes[name] and out.device.type == "cpu" and out.is_contiguous()
         value = out if in_place else torch.empty(out.shape, dtype=self._dtypes[name])

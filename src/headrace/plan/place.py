@@ -52,8 +52,8 @@ def tiers_for(spec: ModelSpec, choice: Choice, region: str) -> tuple[str, ...]:
         names = [unit.name for unit in spec.units]
         if not (fnmatch.filter(names, pattern) if isinstance(pattern, str) else pattern in known):
             raise OptionError(
-                f"placement of {region} names {pattern!r}, which matches no unit",
-                f"units: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}",
+                f"placement of {region} names {pattern!r}, which matches no block and no tile",
+                f"{len(blocks)} blocks; names: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}",
                 "Use a block number, a name pattern or '*'",
             )
     return tuple(tiers)
@@ -78,10 +78,11 @@ def choose(
         state = tiers_for(spec, choice.get("state", choice.get("weights", HOST)), "state")  # it follows the weights
         _check_pairs(spec, weights, state)
         placement = replace(base, weights=weights, state=state)
-        _require(spec, [(placement, 0.0)], budgets)
+        _require(spec, [(placement, 0.0)], budgets, asked=True)
         return placement, "as asked"
     if choice != "auto":
-        raise OptionError("placement is unknown", f"got {choice!r}", "Use 'auto' or {'weights': ..., 'state': ...}")
+        form = '{"weights": "host", "state": "disk"}'
+        raise OptionError("placement is unknown", f"got {choice!r}", f'Use "auto", or tiers such as {form}')
     candidates: list[tuple[Placement, float]] = []
     for weights_tier, state_tier in ((DEVICE, DEVICE), (DEVICE, HOST), (HOST, HOST), (HOST, DISK), (DISK, DISK)):
         if DISK not in (weights_tier, state_tier) or budgets.disk is not None:
@@ -96,8 +97,8 @@ def choose(
             if not work:
                 return placement, "only one slot fits: no look-ahead"
             return placement, "; ".join(tried) or "everything fits on the device"
-        tried.append(f"{_tiers(placement)} {short[0]}")
-    _require(spec, candidates, budgets)
+        tried.append(f"{_tiers(placement)} {next(iter(short.values()))}")
+    _require(spec, candidates, budgets, asked=False)
     raise AssertionError("unreachable")
 
 
@@ -115,55 +116,65 @@ def _check_pairs(spec: ModelSpec, weights: tuple[str, ...], state: tuple[str, ..
             )
 
 
-def _shortfalls(need: Footprint, budgets: Budgets, work: float) -> list[str]:
-    short = []
+def _shortfalls(need: Footprint, budgets: Budgets, work: float) -> dict[str, str]:
+    """What does not fit, by tier: needed against usable. `work`: the share that is left to activations."""
+    short = {}
     host_work = work if budgets.shared else 0.0
     device, host = need.device_bytes, _host_bytes(need, budgets)
     if budgets.device is not None and device > budgets.device * (1 - work):
-        short.append(
-            f"needs {format_bytes(device)} of device memory, {format_bytes(budgets.device * (1 - work))} may be used"
-        )
+        short[DEVICE] = f"needs {format_bytes(device)} of device memory, {_usable(budgets.device, work)}"
     if host > budgets.host * (1 - host_work):
-        short.append(
-            f"needs {format_bytes(host)} of host memory, {format_bytes(budgets.host * (1 - host_work))} may be used"
-        )
+        short[HOST] = f"needs {format_bytes(host)} of host memory, {_usable(budgets.host, host_work)}"
     if need.disk_bytes and need.disk_bytes > (budgets.disk or 0):
         free = "no disk_dir is given" if budgets.disk is None else f"{format_bytes(budgets.disk)} are free"
-        short.append(f"needs {format_bytes(need.disk_bytes)} of disk, {free}")
+        short[DISK] = f"needs {format_bytes(need.disk_bytes)} of disk, {free}"
     return short
+
+
+def _usable(budget: int, work: float) -> str:
+    left = f" ({work:.0%} of {format_bytes(budget)} are left to activations)" if work else ""
+    return f"{format_bytes(budget * (1 - work))} may be used{left}"
 
 
 def _host_bytes(need: Footprint, budgets: Budgets) -> int:
     return need.host_bytes + (need.device_bytes if budgets.shared else 0)
 
 
-def _require(spec: ModelSpec, candidates: list[tuple[Placement, float]], budgets: Budgets) -> None:
-    """Raise unless the last of the candidates fits (with the share of its budget that is left to activations)."""
+def _require(spec: ModelSpec, candidates: list[tuple[Placement, float]], budgets: Budgets, asked: bool) -> None:
+    """Raise unless the last of the candidates fits (with the share of its budget that is left to activations).
+
+    `asked`: the user chose its tiers, so that "auto" may know better ones.
+    """
     placement, work = candidates[-1]
     need = footprint(spec, placement)
     short = _shortfalls(need, budgets, work)
     if not short:
         return
+    full = {*short, *([DEVICE] if HOST in short and budgets.shared else [])}  # device bytes are host bytes there
     largest = max(
         ((f"{region} on the {tier}", size)
-         for tier, parts in ((DEVICE, need.device), (HOST, need.host), (DISK, need.disk))
+         for tier, parts in ((DEVICE, need.device), (HOST, need.host), (DISK, need.disk)) if tier in full
          for region, size in parts.items()),
         key=lambda item: item[1],
     )  # fmt: skip
     advice = []
-    device = footprint(spec, _smallest(spec, placement)).device_bytes
-    if budgets.device is not None and need.device_bytes > budgets.device:
-        advice.append(
-            f"The smallest device_memory that works is {format_bytes(device)} ({device} bytes): "
-            "window=1, all weights streamed"
-        )
-    if _host_bytes(need, budgets) > budgets.host and (host := _least_host(spec, candidates, budgets)) is not None:
+    if DEVICE in short:
+        device = footprint(spec, _smallest(spec, placement)).device_bytes
+        how = ", with window=1 and no weights kept on the device" if asked else ""
+        advice.append(f"The smallest device_memory that works is {format_bytes(device)} ({device} bytes){how}")
+    if HOST in short and (host := _least_host(spec, candidates, budgets)) is not None:
         advice.append(f"The smallest host_memory that works is {format_bytes(host)} ({host} bytes)")
-    if budgets.disk is None:
-        advice.append("Give disk_dir to put weights and state on disk")
-    advice.append("Raise the budget or choose other tiers in placement")
+    on_disk = DISK in placement.weights and DISK in placement.state
+    if budgets.disk is None and (DISK in short or HOST in short):
+        advice.append(f"Give disk_dir{', and name the disk in placement,' * asked} to put weights and state on disk")
+    elif DISK in short:
+        advice.append("Give a disk_dir on a larger disk")
+    elif HOST in short and asked and not on_disk:
+        advice.append("Put weights or state on the disk")
+    if asked and not on_disk:
+        advice.append("placement='auto' looks for tiers that fit")
     raise PlanError(
-        f"the model does not fit: it {'; it '.join(short)}",
+        f"the model does not fit: it {'; it '.join(short.values())}",
         f"largest part: {largest[0]}, {format_bytes(largest[1])}",
         ". ".join(advice),
     )

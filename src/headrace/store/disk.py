@@ -141,7 +141,8 @@ class DiskFile:
     def _check(self, doing: str, offset: int, nbytes: int) -> None:
         if offset < 0 or offset + nbytes > self.nbytes:
             numbers = f"bytes {offset} to {offset + nbytes} of {self.nbytes}"
-            raise StoreError(f"Cannot {doing} outside of {self.path}", numbers)
+            raise StoreError(f"Cannot {doing} outside of {self.path}", numbers,
+                             "This is a fault of the plan: please report it with the printed plan")  # fmt: skip
 
     def _tell(self, text: str) -> None:
         self._notes.append(text)

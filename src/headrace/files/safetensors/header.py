@@ -115,7 +115,8 @@ def encode_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> t
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # data starts 8-byte aligned
     if len(text) > MAX_HEADER:
-        raise FormatError("The header of a safetensors file is too long", f"{len(text)} bytes, allowed {MAX_HEADER}")
+        raise FormatError("The header of a safetensors file is too long", f"{len(text)} bytes, allowed {MAX_HEADER}",
+                          "Save fewer tensors in a file, or under shorter names")  # fmt: skip
     base = 8 + len(text)
     entries = {
         name: TensorEntry(spec.dtype, tuple(spec.shape), base + start, base + start + spec.nbytes)
@@ -181,8 +182,10 @@ def _entry(path: Any, name: str, field: Any, base: int) -> TensorEntry:
     if not isinstance(field, dict) or set(field) != {"dtype", "shape", "data_offsets"}:
         raise FormatError(f"{path}: tensor {name!r} needs dtype, shape and data_offsets", f"got {field!r:.80}", _AGAIN)
     if not isinstance(field["dtype"], str) or field["dtype"] not in DTYPES:
-        known = ", ".join(DTYPES)
-        raise FormatError(f"{path}: tensor {name!r} has the unknown dtype {field['dtype']!r:.40}", f"known: {known}")
+        raise FormatError(
+            f"{path}: tensor {name!r} has the unknown dtype {field['dtype']!r:.40}", f"known: {', '.join(DTYPES)}",
+            "Save the model in one of these, best in bfloat16 or float32",
+        )  # fmt: skip
     shape, offsets = field["shape"], field["data_offsets"]
     if not _counts(shape) or not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         numbers = f"shape {shape!r:.80}, data_offsets {offsets!r:.80}"

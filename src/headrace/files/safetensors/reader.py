@@ -112,7 +112,8 @@ class TensorReader:
 
     def _add(self, path: Path) -> None:
         if not path.is_file():
-            raise FormatError(f"{path} is missing", "", "Download or save the model again")
+            there = "the folder is there" if path.parent.is_dir() else "its folder is missing too"
+            raise FormatError(f"{path} is missing", there, "Download or save the model again")
         self._stamps[path] = _stamp(path)
         entries, metadata = read_header(path)
         for name, entry in entries.items():
@@ -127,13 +128,15 @@ class TensorReader:
         for name, path in weight_map.items():
             if self._paths.get(name) != path:
                 numbers = f"the index looks for it in {path.name}, {self._paths.get(name, 'no file')} has it"
-                raise FormatError(f"The index of {path.parent} names a tensor that is not there: {name}", numbers)
+                raise FormatError(f"The index of {path.parent} names a tensor that is not there: {name}", numbers,
+                                  "Download or save the model again, index and shards together")  # fmt: skip
         self.entries = {name: entry for name, entry in self.entries.items() if name in weight_map}
 
     def _entry(self, name: str) -> TensorEntry:
         if name not in self.entries:
             folders = ", ".join(sorted({str(path.parent) for path in self._stamps}))
-            raise FormatError(f"There is no tensor {name}", f"{len(self.entries)} tensors in {folders}")
+            raise FormatError(f"There is no tensor {name}", f"{len(self.entries)} tensors in {folders}",
+                              "Check that the files belong to this model")  # fmt: skip
         return self.entries[name]
 
     def _check(self, name: str, entry: TensorEntry, out: Tensor) -> None:
@@ -149,7 +152,8 @@ class TensorReader:
     def _file(self, path: Path) -> Iterator[PositionalFile]:
         with self._lock:
             if self._closed:
-                raise StoreError(f"{path} is closed", "", "Load the model again")
+                raise StoreError(f"{path} is closed", f"asked for one of {len(self.entries)} tensors",
+                                 "Load the model again")  # fmt: skip
             kept = self._files.get(path)
             if kept is None and len(self._files) < MAX_OPEN:
                 kept = self._files[path] = self._open(path)
@@ -164,9 +168,13 @@ class TensorReader:
 
     def _open(self, path: Path) -> PositionalFile:
         file = PositionalFile.open(path)
-        if _stamp(path) != self._stamps[path]:
+        was, now = self._stamps[path], _stamp(path)
+        if now != was:
             file.close()
-            raise FormatError(f"{path} was changed after it was opened", "", "Load the model again")
+            # device, file, bytes, time of the last change: the first two differ when another file took its place
+            what = "another file has its name" if now[:2] != was[:2] else "it was written to"
+            numbers = f"{what}: {was[2]} bytes then, {now[2]} now"
+            raise FormatError(f"{path} was changed after it was opened", numbers, "Load the model again")
         return file
 
 
@@ -204,7 +212,7 @@ def _read_index(path: Path) -> tuple[list[Path], dict[str, Path]]:
     except OSError as error:
         raise disk_error(error, "read", path) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FormatError(f"{path} is no index of shards ({error!r:.80})", "", "Download or save it again") from error
+        raise FormatError(f"{path} is no index of shards", f"{error!r:.120}", "Download or save it again") from error
     missing = sorted({file.name for file in named.values() if not file.is_file()})
     if missing:
         count = len(set(named.values()))

@@ -85,11 +85,13 @@ class ShardWriter:
         shard = self._of.get(name)
         if not self._open or shard is None or name not in shard.waiting:
             reason = "the writer is closed" if not self._open else "not declared" if shard is None else "given twice"
-            raise StoreError(f"Cannot write the tensor {name}: {reason}", f"{len(self._of)} tensors are declared")
+            raise StoreError(f"Cannot write the tensor {name}: {reason}", f"{len(self._of)} tensors are declared",
+                             "Declare each tensor when the writer is made, and give it once")  # fmt: skip
         file = self._start(shard)
         entry = self._entries[name]
         if tuple(tensor.shape) != entry.shape:
-            raise FormatError(f"Tensor {name} has another shape", f"{tuple(tensor.shape)}, declared {entry.shape}")
+            raise FormatError(f"Tensor {name} has another shape", f"{tuple(tensor.shape)}, declared {entry.shape}",
+                              "Declare the shape that is written")  # fmt: skip
         write_tensor(file, entry, tensor)
         shard.waiting.remove(name)
         if not shard.waiting:
@@ -101,7 +103,8 @@ class ShardWriter:
         if missing:
             self.abort()
             numbers = f"{len(missing)} of {len(self._of)} are missing: {', '.join(sorted(missing)[:4])}"
-            raise StoreError(f"Not all declared tensors were written to {self.folder}", numbers)
+            raise StoreError(f"Not all declared tensors were written to {self.folder}", numbers,
+                             "Give every declared tensor before the writer is closed; nothing was saved")  # fmt: skip
         if not self._open:
             return []
         try:
@@ -172,7 +175,7 @@ def _check(specs: list[TensorSpec]) -> None:
     names = [spec.name for spec in specs]
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise FormatError(f"The tensor {twice} is declared twice", f"{len(names)} tensors")
+        raise FormatError(f"The tensor {twice} is declared twice", f"{len(names)} tensors", "Declare each tensor once")
     for spec in specs:
         if spec.dtype not in NAMES:
             raise FormatError(f"safetensors cannot store {spec.dtype}", f"tensor {spec.name}", "Convert it first")
