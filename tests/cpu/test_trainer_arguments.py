@@ -27,6 +27,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "galore": ({"optim": "galore_adamw", "optim_target_modules": ["q_proj"]}, "optim_target_modules", "leave it out"),
     "lion": ({"optim": "lion_32bit"}, "optim='lion_32bit'", "'adamw_torch' or 'sgd'"),
     "free schedule": ({"optim": "schedule_free_sgd"}, "optim='schedule_free_sgd'", "'sgd'"),
+    "compile modes": ({"torch_compile_mode": "max-autotune"}, "torch_compile_mode='max-autotune'", "leave both out"),
     "optimizer arguments": ({"optim_args": "betas=0.5"}, "optim_args has no effect", "adam_beta1"),
 }  # fmt: skip
 
@@ -106,18 +107,21 @@ def test_recompute_is_not_switched_on_behind_the_users_back(tmp_path: Path) -> N
     assert counts == {"kept": 3, "recomputed": 6}  # three micro-batches
 
 
-def test_compilation_is_left_out_and_told(tmp_path: Path) -> None:
-    """torch_compile=True, and a model that is compiled already: the same numbers, and an event."""
+def test_compilation_is_left_to_the_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch_compile=True, and a model that is compiled already, compile each block's forward: the same numbers."""
     plain = trainer(HeadraceTrainer, llama(2), tmp_path / "plain", max_steps=2)
     plain.train()
-    for name, model, changes in (
-        ("argument", llama(2), {"torch_compile": True}), ("model", torch.compile(llama(2)), {}),
-    ):  # fmt: skip
+    whole = torch.compile(llama(2))
+    compiled: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda forward, **options: compiled.append(forward) or forward)
+    for name, model, changes in (("argument", llama(2), {"torch_compile": True}), ("model", whole, {})):
+        compiled.clear()
         made = HeadraceTrainer(model, arguments(tmp_path / name, max_steps=2, **changes), train_dataset=rows(),
                                data_collator=collate, headrace=HOST)  # fmt: skip
         made.train()
         assert_same_run(made, plain)
-        assert any(event.kind == "compile" for event in made.session.events)
+        assert [type(forward.__self__).__name__ for forward in compiled] == 2 * ["LlamaDecoderLayer"]
+        assert any("compiled one by one" in str(event) for event in made.session.events)
         made.save_model(str(tmp_path / name / "saved"))
         assert not any("_orig_mod" in key for key in made.model.state_dict())
 

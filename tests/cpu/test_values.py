@@ -231,6 +231,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "torch.save": (lambda m: torch.save(m, io.BytesIO()), "cannot be pickled.*save_pretrained"),
     "half": (lambda m: m.half(), "cannot change its dtype.*float16"),
     "half of a part": (lambda m: m.model.layers[0].half(), "cannot change its dtype.*float16"),
+    "float of a bf16 model": (lambda m: m.float(), "cannot change its dtype.*float32, weights are.*bfloat16"),
     "to(float64)": (lambda m: m.to(torch.float64), "cannot change its dtype.*float64"),
     "wrap twice": (lambda m: headrace.wrap(m), "wrapped already.*headrace.unwrap"),
     "another shape": (lambda m: setattr(m.lm_head.weight, "data", torch.zeros(3, 3)), "another shape"),
@@ -253,7 +254,8 @@ def test_moving_the_model_is_ignored_with_an_event(tmp_path: Path) -> None:
     model = tiny_llama(BF16)
     model, optimizer = wrap(model, adamw(model), "host", tmp_path)
     before = everything(model)
-    assert model.to("cpu") is model and model.model.to("meta") is model.model and model.float() is model
+    assert model.to("cpu") is model and model.model.to("meta") is model.model
+    assert model.to(BF16) is model and model.bfloat16() is model  # it is so already
     assert_same(everything(model), before)
     assert sum("moving a wrapped model is ignored" in str(event) for event in headrace.session(model).events) == 1
     train(model, optimizer, 0, 1)

@@ -40,6 +40,8 @@ class HeadraceCallback(TrainerCallback):
         elif session.options.updates_at_once and session.options.accumulation != args.gradient_accumulation_steps:
             faults.append(f"wrap was told accumulation={session.options.accumulation}, the Trainer "
                           f"gradient_accumulation_steps={args.gradient_accumulation_steps}")  # fmt: skip
+        if args.torch_compile:
+            faults.append("torch_compile=True compiles around the blocks: use headrace.wrap(..., compile=True) instead")
         if faults:
             numbers = f"{len(faults)} things stand against a stock Trainer"
             raise OptionError("; ".join(faults), numbers, "Change them as said")

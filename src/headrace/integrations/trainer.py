@@ -66,14 +66,16 @@ class StreamedTraining(_Base):
         """The Trainer knows its arguments and its model, and has used neither: the moment to refuse."""
         self._setup: Setup = set_up(self.args, self.model, self._given, self._own_optimizer)
         if self._was_compiled:
-            self._setup.notes.append(("compile", "the model was compiled as a whole: it runs uncompiled"))
+            text = "the model came compiled as a whole: its blocks are compiled one by one (compile=True) instead"
+            self._setup.notes.append(("compile", text))
+            self._setup.options["compile"] = True
         if self.args.n_gpu > 1:
             self.args._n_gpu = 1
         super().create_accelerator_and_postprocess()
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         args: dict[str, Any] = super()._build_accelerator_args(**kwargs)
-        args.pop("dynamo_plugin", None)  # blocks are not compiled, and compiling around them gains nothing
+        args.pop("dynamo_plugin", None)  # it would compile the whole model, around the blocks
         if not self._setup.autocast:
             args["mixed_precision"] = "no"
         return args
@@ -109,6 +111,14 @@ class StreamedTraining(_Base):
         self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)  # for autocast
         model._is_accelerate_prepared = True
         self._meter = Meter(session)
+
+    def _note(self, kind: str, text: str) -> None:
+        """An event, now or when there is a session."""
+        session = _session_of(self.model)
+        if session is None:
+            self._setup.notes.append((kind, text))
+        else:
+            session.events.add(kind, text)
 
     def _adopt(self) -> None:
         """The model came wrapped: its session must do what the arguments say."""
@@ -149,7 +159,9 @@ class StreamedTraining(_Base):
         """See transformers.Trainer.train. `resume_from_checkpoint=True`: the newest complete checkpoint."""
         self._window.clear()
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = checkpoint.newest(str(self.args.output_dir))
+            resume_from_checkpoint, passed_over = checkpoint.newest(str(self.args.output_dir))
+            for name in passed_over:
+                self._note("checkpoint", f"{name} is incomplete and passed over")
         try:
             return super().train(resume_from_checkpoint, *others, **named)
         except BaseException:

@@ -64,6 +64,8 @@ def set_up(args: Any, model: nn.Module | None, given: Mapping[str, Any], own_opt
     options = {**given, "device": str(args.device), "max_grad_norm": args.max_grad_norm or None}
     if autocast:
         options["autocast"] = "bfloat16"
+    if args.torch_compile:
+        options["compile"] = True
     if options["max_grad_norm"] is None and given.get("on_nonfinite") == "stop":
         options["accumulation"] = args.gradient_accumulation_steps  # declared, so blocks update inside the backward
     return Setup(options, autocast, notes)
@@ -110,6 +112,11 @@ def refused(args: Any, given: Mapping[str, Any]) -> Iterator[str]:
         )
     if args.use_liger_kernel:
         yield "use_liger_kernel=True uses the head's whole weight: leave it out; the streamed loss builds no logits"
+    if args.torch_compile_mode not in (None, "default") or args.torch_compile_backend not in (None, "inductor"):
+        asked = f"torch_compile_backend={args.torch_compile_backend!r}, torch_compile_mode={args.torch_compile_mode!r}"
+        yield f"{asked}: blocks are compiled by torch.compile's defaults; leave both out"
+    if args.torch_compile and given.get("compile") is False:
+        yield "torch_compile=True beside headrace={'compile': False}: drop one of the two"
     if getattr(args, "activation_offloading", False):
         yield "activation_offloading=True: use headrace={'placement': {'inputs': 'host'}}"
     if checkpointing(args) and given.get("recompute") is False:
@@ -164,6 +171,6 @@ def _notes(args: Any) -> Iterator[tuple[str, str]]:
             "activation_checkpointing is left to Headrace, which recomputes every block",
         )
     if args.torch_compile:
-        yield "compile", "torch_compile=True: blocks run uncompiled, with the same numbers"
+        yield "compile", "torch_compile=True: blocks are compiled one by one (compile=True), not the whole model"
     if args.n_gpu > 1:
         yield "device", f"of {args.n_gpu} GPUs in sight one is used: {args.device}"

@@ -40,16 +40,19 @@ def is_exact(folder: str) -> bool:
     return (Path(folder) / STATE).is_dir()
 
 
-def newest(output_dir: str) -> str:
-    """The newest complete checkpoint of a run: the Trainer writes trainer_state.json last. Raises CheckpointError."""
+def newest(output_dir: str) -> tuple[str, list[str]]:
+    """The newest complete checkpoint of a run, and the names of newer ones that are not: the Trainer writes
+    trainer_state.json last. Raises CheckpointError when none is complete."""
     numbered = {}
     for path in Path(output_dir).glob("checkpoint-*"):
         number = re.fullmatch(r"checkpoint-(\d+)", path.name)
         if number and path.is_dir():
             numbered[int(number[1])] = path
+    passed_over: list[str] = []
     for _, path in sorted(numbered.items(), reverse=True):
         if _is_complete(path):
-            return str(path)
+            return str(path), passed_over
+        passed_over.append(path.name)
     raise CheckpointError(
         f"there is no complete checkpoint in {output_dir}",
         f"{len(numbered)} folders called checkpoint-N" + (", none with its trainer_state.json" if numbered else ""),

@@ -35,10 +35,11 @@ class Moves:
         self._module, self._stream = module, stream
 
     def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        probe = fn(torch.empty(1, device=self._stream.device))
-        if probe.dtype != torch.float32:
-            raise StepError("a wrapped model cannot change its dtype", f"asked for {probe.dtype}",
-                            "Load it in that dtype, or convert it before headrace.wrap")  # fmt: skip
+        for dtype in {parameter.dtype for parameter in self._module.parameters()}:
+            asked = fn(torch.empty(1, dtype=dtype, device=self._stream.device)).dtype
+            if asked != dtype:
+                raise StepError("a wrapped model cannot change its dtype", f"asked for {asked}, weights are {dtype}",
+                                "Load it in that dtype, or convert it before headrace.wrap")  # fmt: skip
         text = f"moving a wrapped model is ignored: it computes on {self._stream.device}"
         self._stream.tell_once("to", "device", text)
         return self._module
