@@ -192,7 +192,12 @@ def test_a_wrapped_model_that_does_something_else_is_refused(tmp_path: Path) -> 
         HeadraceTrainer(model, arguments(tmp_path), train_dataset=rows(), data_collator=collate, headrace={"rows": 1},
                         optimizers=(other, None))  # fmt: skip
     text = str(caught.value)
-    assert "max_grad_norm is 0.25" in text and "came too late" in text and "not the one that headrace.wrap" in text
+    assert (
+        "max_grad_norm=0.25" in text
+        and "say 1.0" in text
+        and "came too late" in text
+        and "not the one that headrace.wrap" in text
+    )
 
 
 def test_defaults_of_transformers_are_accepted(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from headrace.base.errors import OptionError
-from headrace.integrations.trainer_arguments import refused
+from headrace.integrations.trainer_arguments import differences, refused
 from headrace.integrations.trainer_log import Meter
 from headrace.session.session import Session
 
@@ -16,12 +16,12 @@ class HeadraceCallback(TrainerCallback):
     """Checks that the Trainer can train a wrapped model, spares the optimizer's state a copy, and logs what steps take.
 
     ```python
-    model, optimizer = headrace.wrap(model, lr=1e-5)
+    model, optimizer = headrace.wrap(model, lr=1e-5, max_grad_norm=arguments.max_grad_norm)
     Trainer(model=model, args=arguments, optimizers=(optimizer, None), callbacks=[HeadraceCallback()], ...)
     ```
 
-    Each micro-batch of an accumulation window loads the weights again, and clipping reads every gradient:
-    `HeadraceTrainer` needs neither.
+    Clipping is the session's: what `max_grad_norm` the arguments have (1.0 by default), wrap is told as well. Each
+    micro-batch of an accumulation window loads the weights again; HeadraceTrainer loads them once per window.
     """
 
     def __init__(self) -> None:
@@ -35,11 +35,8 @@ class HeadraceCallback(TrainerCallback):
             faults.append("the model is not wrapped: call headrace.wrap(model, ...) first, or use HeadraceTrainer")
         elif objects.get("optimizer") is not session.optimizer:
             faults.append("the Trainer has another optimizer: pass optimizers=(optimizer, None) from headrace.wrap")
-        elif str(session.device) != str(args.device):
-            faults.append(f"the session computes on {session.device}, the Trainer on {args.device}")
-        elif session.options.updates_at_once and session.options.accumulation != args.gradient_accumulation_steps:
-            faults.append(f"wrap was told accumulation={session.options.accumulation}, the Trainer "
-                          f"gradient_accumulation_steps={args.gradient_accumulation_steps}")  # fmt: skip
+        else:
+            faults += differences(session, args)
         if args.torch_compile:
             faults.append("torch_compile=True compiles around the blocks: use headrace.wrap(..., compile=True) instead")
         if faults:
@@ -49,6 +46,7 @@ class HeadraceCallback(TrainerCallback):
         # accelerate would read the whole optimizer state, move it to the device and load it again.
         session.optimizer._is_accelerate_prepared = True  # type: ignore[attr-defined]
         session.optimizer.step_was_skipped = False  # type: ignore[attr-defined]
+        session.hide_gradients()  # the Trainer's own clipping then finds none
         if args.gradient_accumulation_steps > 1:
             text = "a stock Trainer loads the weights for each micro-batch, HeadraceTrainer once per window"
             session.events.add("accumulation", text, micro_batches=args.gradient_accumulation_steps)
@@ -59,5 +57,6 @@ class HeadraceCallback(TrainerCallback):
         if logs is not None and "loss" in logs and self._meter is not None:
             fields = self._meter.fields()
             fields.pop("tokens_per_second")  # a callback sees no batch
-            logs.update(fields)
-            state.log_history[-1].update(fields)
+            norm = objects["optimizer"].last_grad_norm
+            for entry in (logs, state.log_history[-1]):
+                entry.update(fields, grad_norm=0.0 if norm is None else norm)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from headrace.base.errors import OptionError
 from headrace.executor.window import accumulate
 from headrace.integrations import trainer_checkpoint as checkpoint
-from headrace.integrations.trainer_arguments import Setup, check_model, set_up
+from headrace.integrations.trainer_arguments import Setup, check_model, differences, set_up
 from headrace.integrations.trainer_log import GradNorm, Meter, logits_as_tensors
 from headrace.integrations.trainer_loss import StreamedLabelSmoother
 from headrace.session.session import Session
@@ -125,17 +125,10 @@ class StreamedTraining(_Base):
         session = self.session
         if self.optimizer is None:
             self.optimizer = session.optimizer
-        asked, opened = self._setup.options, session.options
         faults = [f"headrace={{{name!r}: ...}} came too late" for name in self._given]
-        faults += [
-            f"{name} is {getattr(opened, name)!r} in the session and {asked.get(name)!r} by the Trainer's arguments"
-            for name in ("max_grad_norm", "autocast")
-            if getattr(opened, name) != asked.get(name)
-        ]
+        faults += differences(session, self.args)
         if self.optimizer is not session.optimizer:
             faults.append("the optimizer given is not the one that headrace.wrap returned")
-        if str(session.device) != str(self.args.device):
-            faults.append(f"the session computes on {session.device}, the Trainer on {self.args.device}")
         if faults:
             raise OptionError(
                 "; ".join(faults),

@@ -11,6 +11,7 @@ from torch import nn
 
 from headrace.base.errors import OptionError
 from headrace.session import options as option_room
+from headrace.session.session import Session
 
 STREAMED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 """Values of `optim` that make torch.optim.AdamW or SGD."""
@@ -76,6 +77,19 @@ def check_model(args: Any, model: nn.Module) -> None:
     faults = list(_refused_model(args, model))
     if faults:
         raise OptionError("; ".join(faults), f"{len(faults)} faults of what model_init returned", "Change it as said")
+
+
+def differences(session: Session, args: Any) -> Iterator[str]:
+    """Where the session of a model that came wrapped does something else than `args` say."""
+    asked = {"max_grad_norm": args.max_grad_norm or None, "autocast": "bfloat16" if args.bf16 else None}
+    if session.options.updates_at_once:
+        asked["accumulation"] = args.gradient_accumulation_steps
+    for name, value in asked.items():
+        opened = getattr(session.options, name)
+        if opened != value:
+            yield f"wrap was told {name}={opened!r}, TrainingArguments({DECIDED[name]}=...) say {value!r}"
+    if str(session.device) != str(args.device):
+        yield f"the session computes on {session.device}, the Trainer on {args.device}"
 
 
 def computes_bf16(device: torch.device) -> bool:

@@ -244,6 +244,11 @@ class Session:
         """Replace a weight's gradient before step(). `value`: the weight's shape."""
         self._gradients.write(name, value)
 
+    def hide_gradients(self) -> None:
+        """From now on parameter.grad stays None between backward and step, for a loop whose own clipping would read and
+        change all gradients. `gradient(name)` still gives them, and the option max_grad_norm clips."""
+        self._stream.ended = lambda: None
+
     # -- weights and state ----------------------------------------------------------------------------------------
 
     def read_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
