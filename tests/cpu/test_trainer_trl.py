@@ -1,0 +1,80 @@
+"""trl's SFTTrainer with a streamed model: its data preparation, its losses and weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from against_plain import VOCABULARY, assert_close, llama, weights
+from headrace import OptionError
+from trainer_runs import HOST, assert_same_logs, logged, mixtral
+
+trl = pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets")
+datasets.disable_progress_bars()
+
+
+def tokenizer() -> Any:
+    """Words w0, w1, ... and an end token that pads, too."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<end>": 0, "<unknown>": 1, **{f"w{number}": number for number in range(2, VOCABULARY)}}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unknown>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", unk_token="<unknown>")
+
+
+def texts(count: int = 14) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(count):
+        length = int(torch.randint(4, 12, (), generator=generator))
+        words = [f"w{n}" for n in torch.randint(2, VOCABULARY, (length,), generator=generator)]
+        found.append({"prompt": " ".join(words[:2]), "completion": " " + " ".join(words[2:])})
+    return datasets.Dataset.from_list(found)
+
+
+def run(cls: type, model: Any, folder: Path, options: dict[str, Any] | None = None, **changes: Any) -> Any:
+    from transformers import PrinterCallback
+
+    values = {
+        "output_dir": str(folder), "use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True,
+        "logging_steps": 1, "max_steps": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3,
+        "learning_rate": 1e-2, "adam_epsilon": 1e-3, "gradient_checkpointing": False, "save_strategy": "no",
+        "eval_strategy": "steps", "eval_steps": 2,
+    }  # fmt: skip
+    extra = {} if options is None else {"headrace": options}
+    made = cls(model=model, args=trl.SFTConfig(**{**values, **changes}), train_dataset=texts(), eval_dataset=texts(5),
+               processing_class=tokenizer(), **extra)  # fmt: skip
+    made.remove_callback(PrinterCallback)
+    made.train()
+    return made
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_supervised_fine_tuning(family: str, tmp_path: Path) -> None:
+    """Completions only, windows of three, evaluation in between; a router loss counts as trl counts it."""
+    from headrace.integrations.trl import HeadraceSFTTrainer
+
+    build = {"llama": lambda: llama(3), "mixtral": mixtral}[family]
+    theirs = run(trl.SFTTrainer, build(), tmp_path / "plain")
+    ours = run(HeadraceSFTTrainer, build(), tmp_path / "ours", HOST)
+    assert_same_logs(ours, theirs, ("loss", "grad_norm", "learning_rate", "eval_loss"))
+    assert_close(weights(ours.model), weights(theirs.model), 1e-6)
+    assert ours.session.steps == 4
+    assert not any(event.kind == "logits" for event in ours.session.events)
+    weight_bytes = sum(unit.weights.nbytes for unit in ours.session.spec.units)
+    assert logged(ours, "link_bytes_to_device")[0] <= 2.1 * weight_bytes  # the first step, before an evaluation
+
+
+def test_what_needs_every_token_is_refused(tmp_path: Path) -> None:
+    from headrace.integrations.trl import HeadraceSFTTrainer
+
+    with pytest.raises(OptionError, match="loss_type='dft'"):
+        run(HeadraceSFTTrainer, llama(2), tmp_path, HOST, loss_type="dft")
+    with pytest.raises(OptionError, match="activation_offloading"):
+        run(HeadraceSFTTrainer, llama(2), tmp_path, HOST, activation_offloading=True)
