@@ -16,6 +16,7 @@ import headrace
 from headrace.executor import stream
 from parity.cases import CLIP, Case, case, mover, pairwise, plain, streamed
 from parity.families import build, causal_loss, logits_loss, token_batch
+from parity.masters import check_masters
 from parity.reference import STEPS, adamw, check, check_equal, check_gradients, error, gradients, sgd
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts: needed for equal bits
@@ -131,31 +132,9 @@ def test_bf16_model(name: str) -> None:
             assert error(got[weight], true.grad) <= 1.25 * error(bf16.grad, true.grad) + 2e-3, weight
 
 
-def test_bf16_masters_are_those_of_fp32_adamw() -> None:
-    """Eight steps without synchronisation: masters of the streamed model against fp32 masters of the resident one."""
-    resident, model = build("llama").bfloat16().cuda(), build("llama").bfloat16()
-    shadow = [torch.nn.Parameter(p.detach().float()) for p in resident.parameters()]
-    theirs, ours = adamw(shadow), adamw(model.parameters())
-    model, ours = headrace.wrap(model, ours, device="cuda", max_grad_norm=1.0)
-    with headrace.session(model) as session:
-        for number in range(8):
-            batch = mover("cuda")(token_batch(4, 7, number))
-            for side in (resident, model):
-                causal_loss(side, batch).backward()
-            for parameter, master in zip(resident.parameters(), shadow, strict=True):
-                master.grad = parameter.grad.float()
-            norm = torch.nn.utils.clip_grad_norm_(shadow, 1.0)
-            theirs.step()
-            ours.step()
-            ours.zero_grad()
-            assert ours.last_grad_norm == pytest.approx(norm.item(), rel=1e-2)
-            with torch.no_grad():
-                for parameter, master in zip(resident.parameters(), shadow, strict=True):
-                    parameter.copy_(master)
-                    parameter.grad = None
-        for (name, _), master in zip(resident.named_parameters(), shadow, strict=True):
-            # A bf16 weight that rounds the other way for an ulp of the norm is 4e-3 off, and its gradients follow.
-            assert error(session.read_weight(name, master=True), master) < 4e-3, name
+@pytest.mark.parametrize("home", ["host", "device"])
+def test_bf16_masters_are_those_of_fp32_adamw(home: str) -> None:
+    check_masters("llama", "cuda", placement={"weights": home, "state": home})
 
 
 @pytest.mark.parametrize("option", [None, "bfloat16"])

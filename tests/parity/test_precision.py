@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import headrace
 from headrace.executor import stream
 from parity.cases import CLIP, Case, case, pairwise
 from parity.families import FAMILIES, build, causal_loss, logits_loss, token_batch
+from parity.masters import Masters, check_masters, rounded
 from parity.reference import Tensors, adamw, check_gradients, error, gradients
 
 BF16_ROUNDING = 2.0**-8
@@ -26,38 +25,6 @@ AXES: dict[str, Any] = {
     "inputs": ("host", "device"),
 }  # fmt: skip
 TIED = ("llama-tied", "gemma2", "gpt2", "gpt2-dropout")
-
-
-def rounded(master: Tensor) -> Tensor:
-    """fp32 to bf16, to nearest, ties away from zero."""
-    bits = master.detach().contiguous().view(torch.int32)
-    return ((bits + 0x8000) & -0x10000).view(torch.float32).bfloat16()
-
-
-class Masters:
-    """The reference: torch's AdamW on fp32 masters of a bf16 module."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.shadow = {name: nn.Parameter(p.detach().float()) for name, p in model.named_parameters()}
-        self.optimizer = adamw(self.shadow.values())
-
-    def step(self, clip: float | None, known: Tensors) -> float:
-        """One update from the module's gradients, or `known` ones in their place. Returns their norm."""
-        for name, parameter in self.model.named_parameters():
-            self.shadow[name].grad = known[name] if name in known else parameter.grad.float()
-        norm = torch.nn.utils.clip_grad_norm_(self.shadow.values(), math.inf if clip is None else clip)
-        self.optimizer.step()
-        self.model.zero_grad()
-        self.take({name: master.detach() for name, master in self.shadow.items()})
-        return norm.item()
-
-    def take(self, masters: Tensors) -> None:
-        """Go on from these masters."""
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                self.shadow[name].copy_(masters[name])
-                parameter.copy_(rounded(masters[name]))
 
 
 @pytest.mark.parametrize("choice", pairwise(AXES), ids=lambda c: "-".join(map(str, c.values())).replace(" ", ""))
@@ -156,21 +123,9 @@ def test_bf16_rows() -> None:
             assert error(got[weight], true.grad) <= 1.25 * error(resident.grad, true.grad) + 2e-3, weight
 
 
-def test_bf16_weights_after_many_steps() -> None:
-    """No synchronisation in between: after 8 steps the masters are still those of AdamW on fp32 masters."""
-    plain, model = build("llama").bfloat16(), build("llama").bfloat16()
-    reference = Masters(plain)
-    model, optimizer = headrace.wrap(model, adamw(model.parameters()), device="cpu", max_grad_norm=1.0, threads=1)
-    with headrace.session(model) as session:
-        for number in range(8):
-            batch = token_batch(4, 7, number)
-            for side in (plain, model):
-                logits_loss(side, batch).backward()
-            reference.step(1.0, {})
-            optimizer.step()
-            optimizer.zero_grad()
-        for weight, master in reference.shadow.items():
-            assert error(session.read_weight(weight, master=True), master) < 2e-4, weight
+@pytest.mark.parametrize("home", ["host", "device"])
+def test_bf16_weights_after_many_steps(home: str) -> None:
+    check_masters("llama", "cpu", placement={"weights": home, "state": home})
 
 
 @pytest.mark.parametrize("rows", [None, 1])
