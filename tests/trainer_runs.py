@@ -76,6 +76,17 @@ def collate(batch: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     }
 
 
+def word_tokenizer() -> Any:
+    """Words w0, w1, ... and an end token that pads, too."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<end>": 0, "<unknown>": 1, **{f"w{number}": number for number in range(2, VOCABULARY)}}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unknown>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", unk_token="<unknown>")
+
+
 def arguments(folder: Path, **changes: Any) -> Any:
     """TrainingArguments of a short run on the CPU: windows of 3 micro-batches, the last of an epoch shorter.
 

@@ -10,22 +10,11 @@ import torch
 
 from against_plain import VOCABULARY, assert_close, llama, weights
 from headrace import OptionError
-from trainer_runs import HOST, assert_same_logs, logged, mixtral
+from trainer_runs import HOST, assert_same_logs, logged, mixtral, word_tokenizer
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 datasets.disable_progress_bars()
-
-
-def tokenizer() -> Any:
-    """Words w0, w1, ... and an end token that pads, too."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<end>": 0, "<unknown>": 1, **{f"w{number}": number for number in range(2, VOCABULARY)}}
-    made = Tokenizer(models.WordLevel(words, unk_token="<unknown>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", unk_token="<unknown>")
 
 
 def texts(count: int = 14) -> Any:
@@ -49,7 +38,7 @@ def run(cls: type, model: Any, folder: Path, options: dict[str, Any] | None = No
     }  # fmt: skip
     extra = {} if options is None else {"headrace": options}
     made = cls(model=model, args=trl.SFTConfig(**{**values, **changes}), train_dataset=texts(), eval_dataset=texts(5),
-               processing_class=tokenizer(), **extra)  # fmt: skip
+               processing_class=word_tokenizer(), **extra)  # fmt: skip
     made.remove_callback(PrinterCallback)
     made.train()
     return made
