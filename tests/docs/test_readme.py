@@ -1,6 +1,7 @@
 """README.md runs: every command and every piece of Python in it, on a tiny model in a folder of its own.
 
-The README speaks of a folder `my-model`, a file `rows.jsonl`, a file `run.yaml` and a `loader`; they are made here.
+The README speaks of a folder `my-model`, a file `rows.jsonl`, a file `run.yaml`, a `loader` and a dataset `rows`; they
+are made here.
 """
 
 from __future__ import annotations
@@ -78,7 +79,10 @@ def test_quick_start_in_python_trains(folder: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.chdir(folder)
     ids = AutoTokenizer.from_pretrained("my-model")(TEXT, return_tensors="pt")["input_ids"][:, :24]
-    names: dict[str, Any] = {"loader": [{"input_ids": ids, "labels": ids}] * 3}
+    names: dict[str, Any] = {
+        "loader": [{"input_ids": ids, "labels": ids}] * 3,
+        "rows": [{"input_ids": ids[0], "labels": ids[0]}] * 4,
+    }
     for kind, block in BLOCKS:
         if kind == "python":
             exec(compile(block, "README.md", "exec"), names)
