@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import headrace
 from against_plain import llama
 from headrace import OptimizerError, OptionError
 from headrace.integrations.trainer_arguments import STREAMED_OPTIMIZERS
-from headrace.integrations.transformers import HeadraceTrainer
+from headrace.integrations.transformers import HeadraceTrainer, StreamedTraining
 from trainer_runs import HOST, arguments, assert_same_run, collate, logged, rows, trainer
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -76,6 +77,25 @@ def test_other_ways_to_offload_or_shard_are_refused(tmp_path: Path, monkeypatch:
     text = str(caught.value)
     assert all(part in text for part in ("deepspeed", "fsdp", "parallelism_config", "2 processes", "device_map"))
     assert "disk" in text and "headrace.load_model" in text
+
+
+def test_what_accelerate_launch_sets_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its environment variables are arguments like others."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    made = trainer(HeadraceTrainer, llama(2), tmp_path, max_steps=1)
+    assert made.session.options.autocast == "bfloat16"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(OptionError, match="fp16=True"):
+        trainer(HeadraceTrainer, llama(2), tmp_path)
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+
+    class Configured(transformers.Trainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            self.is_deepspeed_enabled = True
+
+    with pytest.raises(OptionError, match="accelerate's own configuration turns on"):
+        trainer(type("Ours", (StreamedTraining, Configured), {}), llama(2), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -202,8 +222,6 @@ def test_a_wrapped_model_that_does_something_else_is_refused(tmp_path: Path) -> 
 
 def test_defaults_of_transformers_are_accepted(tmp_path: Path) -> None:
     """A run whose arguments nobody changed: AdamW fused, clipping at 1, linear schedule."""
-    import transformers
-
     made = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], max_steps=1,
                                           disable_tqdm=True, save_strategy="no", logging_steps=1)  # fmt: skip
     ours = HeadraceTrainer(llama(2), made, train_dataset=rows(), data_collator=collate)

@@ -72,6 +72,12 @@ class StreamedTraining(_Base):
         if self.args.n_gpu > 1:
             self.args._n_gpu = 1
         super().create_accelerator_and_postprocess()
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise OptionError(
+                "accelerate's own configuration turns on FSDP or DeepSpeed",
+                "one GPU streams the whole model",
+                "Start with python, or take them out of accelerate's configuration",
+            )
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         args: dict[str, Any] = super()._build_accelerator_args(**kwargs)

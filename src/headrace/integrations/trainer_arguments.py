@@ -58,7 +58,7 @@ def set_up(args: Any, model: nn.Module | None, given: Mapping[str, Any], own_opt
             "Change them as said; the others work as in transformers.Trainer",
         )
     notes = list(_notes(args))
-    autocast = bool(args.bf16)
+    autocast = args.mixed_precision == "bf16"
     if autocast and not computes_bf16(args.device):
         autocast = False
         notes.append(("precision", f"{args.device} does not compute in bf16: the fp32 model trains in fp32 instead"))
@@ -81,7 +81,10 @@ def check_model(args: Any, model: nn.Module) -> None:
 
 def differences(session: Session, args: Any) -> Iterator[str]:
     """Where the session of a model that came wrapped does something else than `args` say."""
-    asked = {"max_grad_norm": args.max_grad_norm or None, "autocast": "bfloat16" if args.bf16 else None}
+    asked = {
+        "max_grad_norm": args.max_grad_norm or None,
+        "autocast": "bfloat16" if args.mixed_precision == "bf16" else None,
+    }
     if session.options.updates_at_once:
         asked["accumulation"] = args.gradient_accumulation_steps
     for name, value in asked.items():
@@ -102,10 +105,10 @@ def refused(args: Any, given: Mapping[str, Any]) -> Iterator[str]:
     for name in DECIDED:
         if name in given:
             yield f"headrace={{{name!r}: ...}} belongs to TrainingArguments: set {DECIDED[name]} there"
-    if args.fp16:
+    if args.mixed_precision not in ("no", "bf16"):  # the flags, or `accelerate launch --mixed_precision`
         yield (
-            "fp16=True needs a loss scaler, and activations end at 65504: use bf16=True, or neither for the model's "
-            "own dtype"
+            f"{args.mixed_precision}=True (mixed precision) needs a loss scaler, and activations end at 65504: use "
+            "bf16=True, or neither for the model's own dtype"
         )
     if args.fp16_full_eval:
         yield "fp16_full_eval=True would round the weights that are trained: use bf16=True or leave it out"
