@@ -52,6 +52,22 @@ def test_a_sequential_of_unlike_parts_is_no_stack_where_a_better_one_lies_below(
     assert names(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))) == [("", 2)]
 
 
+def test_a_list_of_one_counts_where_there_is_no_other() -> None:
+    """A model of one layer, or one that calls its only layer again and again; streamed as any other."""
+    alone = toy(blocks=[Block(20, 27)])
+    assert names(alone) == [("blocks", 1)]
+    alone.extra = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    assert names(alone) == [("blocks", 1)]  # the larger list has less than a hundredth of the model
+    with streamed(alone) as (ours, _):
+        assert toy_loss(ours, batch()) == toy_loss(alone, batch())
+    alone.others = stack(3)
+    assert names(alone) == [("others", 3)]
+
+
+def test_small_stacks_count_where_there_is_no_large_one() -> None:
+    assert names(Toy([Block(4, 3) for _ in range(3)], width=20, vocabulary=3700)) == [("blocks", 3)]
+
+
 def test_repeated_modules_are_counted_as_often_as_they_stand() -> None:
     block = Block(20, 27)
     model = toy(blocks=[block, Block(20, 27), block])
@@ -101,7 +117,7 @@ def test_wrong_blocks_are_refused_in_words(blocks: Any, said: str) -> None:
 def test_nothing_found_says_what_was_seen() -> None:
     model = nn.Module()
     model.activations = nn.Sequential(nn.ReLU(), nn.ReLU())
-    model.one = nn.ModuleList([nn.Linear(2, 2)])
+    model.one = nn.ModuleList([nn.ReLU()])
     with pytest.raises(ModelError, match=r"saw activations \(Sequential of 2\), one \(ModuleList of 1\)"):
         find_blocks(model)
     with pytest.raises(ModelError, match="holds no ModuleList and no Sequential"):

@@ -115,7 +115,7 @@ def test_a_model_without_stack_is_refused_with_what_was_looked_for() -> None:
     with pytest.raises(ModelError) as caught:
         headrace.wrap(model, sgd(model), device="cpu")
     text = str(caught.value)
-    assert text.startswith("no stack of blocks was found in Flat. looked for a ModuleList or Sequential of two or more")
+    assert text.startswith("no stack of blocks was found in Flat. looked for a ModuleList of modules with parameters")
     assert "saw single (ModuleList of 1)" in text and "blocks=" in text
     assert_equal(weights(model), before)
     ours, _ = headrace.wrap(model, sgd(model), device="cpu", blocks=[model.one, model.two])

@@ -272,24 +272,40 @@ def test_head_and_embedding_called_by_keyword() -> None:
         assert_close(gradients(ours), gradients(plain))
 
 
-@pytest.mark.parametrize("name", ["head.weight", "embed.weight", "blocks.1.gain"])
-def test_a_streamed_weight_as_argument_of_a_block_is_refused(name: str) -> None:
-    class Borrower(Block):
-        def forward(self, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
-            return super().forward(x) + weight.mean()
+class Borrower(Block):
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) + weight.mean()
 
-    class Lender(Toy):
-        def forward(self, ids: Tensor) -> Tensor:
-            x = self.embed(ids)
-            for block in self.blocks:
-                x = block(x, self.get_parameter(name))
-            return self.head(self.norm(x))  # type: ignore[no-any-return]
 
-    with streamed(Lender([Borrower(20, 27) for _ in range(3)])) as (ours, _):
-        with pytest.raises(StepError, match=f"given the weight {name}"):
+class Lender(Toy):
+    lent = ""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x, self.get_parameter(self.lent))
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def lender(name: str) -> Lender:
+    torch.manual_seed(0)
+    model = Lender([Borrower(20, 27) for _ in range(3)])
+    model.lent = name
+    return model
+
+
+def test_another_blocks_weight_as_argument_is_refused() -> None:
+    with streamed(lender("blocks.1.gain")) as (ours, _):
+        with pytest.raises(StepError, match=r"given the weight blocks\.1\.gain"):
             ours(batch())
         with torch.no_grad():
             assert ours(batch()).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["head.weight", "embed.weight"])
+def test_embeddings_and_heads_as_arguments_of_blocks(name: str) -> None:
+    """They are looked up whole, with their gradient."""
+    window_gradients(lender(name), toy_loss)
 
 
 def test_an_optimizer_of_part_of_the_rest() -> None:

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from headrace.base.errors import DataError
 from headrace.executor.passes import Pass
 from headrace.executor.stream import Stream
+from headrace.executor.window import meet
 from headrace.model.anchor import Anchor
 from headrace.model.parked import lease, repark
 from headrace.model.surroundings import Autocast
@@ -51,6 +52,24 @@ def embed(stream: Stream, taken: TakenEmbedding, ids: Sequence[Tensor]) -> list[
         rows.pass_.anchors.append(anchor)
         weight = gather(stream.regions, taken.matrix, rows.index)
     return list(_Embed.apply(stream, taken, rows, weight, anchor.tensor))  # type: ignore[no-untyped-call]
+
+
+def whole(stream: Stream, matrix: int, weight: nn.Parameter) -> Tensor | None:
+    """A weight that is read in the model's own forward, outside its module: all its rows, looked up once for each call
+    of the model. None outside such a call."""
+    root = stream.roots.current()
+    if root is None:
+        return None
+    if matrix not in root.whole:
+        rows, columns = weight.shape
+        module = nn.Embedding(1, columns)
+        module.weight = weight
+        text = f"{stream.spec.matrices[matrix].name} is used outside its module: it comes to the device in one piece"
+        stream.tell_once(f"whole {matrix}", "whole", text)
+        taken = TakenEmbedding(matrix, module, module.forward)
+        value: Tensor = meet(("whole", matrix), torch.arange(rows), lambda items: embed(stream, taken, items))
+        root.whole[matrix] = value.to(weight.dtype)
+    return root.whole[matrix]
 
 
 def _tiles(stream: Stream, taken: TakenEmbedding) -> tuple[int, ...]:

@@ -24,8 +24,9 @@ from headrace.executor.actions import Actions
 from headrace.executor.executor import Executor, Walk
 from headrace.executor.inputs import InputStore, SavedInput
 from headrace.executor.passes import Pass, Saved, ShiftedInputs, frozen
+from headrace.executor.root import Roots
 from headrace.executor.sink import Sink
-from headrace.model.parked import lease, repark
+from headrace.model.parked import lease, own_weights_only, repark
 from headrace.model.visit import BlockVisit
 from headrace.schedule import build
 from headrace.schedule.build import ROWS, Visit
@@ -48,6 +49,7 @@ class Stream:
         self.regions = regions
         self.executor, self.actions, self.inputs, self.sink = executor, actions, inputs, sink
         self.device, self.rows, self.recompute, self.events = regions.device, rows, recompute, events
+        self.roots = Roots()
         self.slots: tuple[int | None, ...] = (None,) * regions.placement.slots
         self.early: Callable[[Pass], dict[str, Any] | None] = lambda pass_: None
         """Given a pass whose backward begins: notes for updates inside it, or None when they must wait for step()."""
@@ -108,7 +110,7 @@ class Stream:
             entered = self.backward(visit.saved.pass_, visit.number)
         else:
             entered = self.forward(block.unit, BLOCK, True, visit.needs_grad)
-        with entered as region, self.pointed(block.unit, block.parameters, region):
+        with entered as region, self.pointed(block.unit, block.parameters, region), own_weights_only(block.name):
             if backward and not self.weights_wanted:
                 visit.weights_wanted = False
                 with self.sink.ignoring():
@@ -204,6 +206,7 @@ class Stream:
     def _arrive(self, unit: int, kind: str, training: bool) -> Walk:
         """The walk whose next compute op is this visit."""
         if self._backward is not None:
+            self.roots.check_backward()
             self.abandon()
         current = self._pass
         if self._walk is not None and current is not None and current.training == training:
@@ -278,6 +281,8 @@ class Stream:
             text = "backward() came after step() had changed the weights of its forward"
             raise StepError(text, f"{self.updates - pass_.updates} steps", "Call backward() first, or forward again")
         task = torch._C._current_graph_task_id()
+        if self._task != task:
+            self.roots.check_backward()
         if self._task != task or self._backward is not pass_:
             self.weights_wanted = pass_.weights_wanted()
         if self._backward is None:  # it begins, or goes on after a checkpoint ran its forward again
@@ -295,7 +300,7 @@ class Stream:
             self.begun()
             if self.weights_wanted:
                 self._early_notes = self.early(pass_) if len(self._live) == 1 else None
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            self.roots.begin_backward(self._end_backward)
         if self._walk is not None and self._backward is pass_:
             expected = self._walk.expected
             if expected is not None and expected.visit == number:

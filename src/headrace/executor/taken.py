@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextvars
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -12,30 +11,51 @@ from torch import Tensor, nn
 
 from headrace.base.errors import StepError
 from headrace.executor import embedding, head
+from headrace.executor.root import current_batch
 from headrace.executor.stream import Stream
 from headrace.executor.window import meet
 from headrace.loss.lazy import LazyLogits
 from headrace.loss.tiled import HeadSpec, reduce_losses
 from headrace.model.caches import cache_class, check_caches
-from headrace.model.containers import containers, leaves, write_back
-from headrace.model.parked import is_parked
+from headrace.model.containers import containers, write_back
+from headrace.model.parked import is_parked, whole_value
 from headrace.model.side import guard_changes, tensor_attributes
 from headrace.model.surroundings import Autocast, record_outside
 from headrace.model.visit import Block, BlockVisit, Call, VisitFunction
 from headrace.spec.model import BLOCK
 
-_BATCH = threading.local()
-
 
 class Taken:
     """A callable in place of a module's forward. It belongs to one model: no copies, no pickles."""
 
-    def __init__(self, stream: Stream, module: nn.Module) -> None:
+    def __init__(self, stream: Stream, module: nn.Module, weights: Iterable[Tensor]) -> None:
         self.stream, self.module = stream, module
         self.own = module.__dict__.get("forward")
         """What the module's instance had in this place before (a hook of another library), or None."""
+        streamed = {id(weight) for weight in weights}
+        self._weights = [
+            (part._parameters, name, p)
+            for part in module.modules()
+            for name, p in part._parameters.items()
+            if id(p) in streamed
+        ]
+
+    def check_weights(self) -> None:
+        """Raise StepError when the module holds other weights than those that stream (torch.func.functional_call puts
+        them there for one call)."""
+        for owner, name, weight in self._weights:
+            if owner.get(name) is not weight:
+                raise StepError(
+                    f"{getattr(weight, '_headrace_name', name)} was replaced after headrace.wrap",
+                    f"a {type(self.module).__name__} now holds another tensor, which would get no gradient",
+                    "Write into the weight (model.load_state_dict, weight.copy_) instead; functional_call and new "
+                    "parametrizations need headrace.unwrap(model) first",
+                )
 
     def install(self) -> None:
+        kind: Any = type(self)
+        if not hasattr(kind.__call__, "_torchdynamo_disable"):  # torch.compile of the whole model stops at a takeover
+            kind.__call__ = torch.compiler.disable(kind.__call__)  # here, not above: it imports the compiler, 2 s
         self.module.forward = self  # type: ignore[assignment]
 
     def remove(self) -> None:
@@ -62,16 +82,20 @@ class TakenBlock(Taken):
     """A block."""
 
     def __init__(self, stream: Stream, block: Block) -> None:
-        super().__init__(stream, block.module)
+        super().__init__(stream, block.module, block.parameters)
         self.block = block
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stream, block = self.stream, self.block
+        self.check_weights()
         if not torch.is_grad_enabled():
+            root = stream.roots.current()
+            if root is not None and root.training:  # other blocks of this forward will have none
+                args, kwargs = check_caches(args, kwargs, cache_class())
             plain = (contextvars.copy_context(), args, kwargs, Autocast.now(stream.device))
             return meet(("block", id(block)), plain, self._run_all)
         call = Call(*check_caches(args, kwargs, cache_class()), current_batch())
-        _refuse_parked(block, call.packed.tensors)
+        call.packed.tensors = [_whole(block, tensor) for tensor in call.packed.tensors]
         call.given = (args, kwargs)  # the caller's own containers are given what the block writes into its copies
         return meet(("block", id(block)), call, self._visit_all)()
 
@@ -103,17 +127,19 @@ class TakenBlock(Taken):
             start += call.results
         return ends
 
-    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
 
-
-def _refuse_parked(block: Block, tensors: list[Tensor]) -> None:
-    for tensor in tensors:
-        if is_parked(tensor):
-            raise StepError(
-                f"{block.name} was given the weight {getattr(tensor, '_headrace_name', '(unnamed)')} as an argument",
-                f"a weight of shape {tuple(tensor.shape)} that streams; its gradient would be lost",
-                "Pass weight.detach() when it needs no gradient there, or keep its module out of streaming",
-            )
+def _whole(block: Block, tensor: Tensor) -> Tensor:
+    """An argument; of a weight that streams in tiles its whole value."""
+    if not is_parked(tensor):
+        return tensor
+    value: Tensor | None = whole_value(tensor)
+    if value is None:
+        raise StepError(
+            f"{block.name} was given the weight {getattr(tensor, '_headrace_name', '(unnamed)')} as an argument",
+            f"a weight of shape {tuple(tensor.shape)} that streams; its gradient would be lost",
+            "Pass weight.detach() when it needs no gradient there, or keep its module out of streaming",
+        )
+    return value
 
 
 def _finisher(call: Call, results: tuple[Tensor, ...]) -> Callable[[], Any]:
@@ -132,27 +158,27 @@ class TakenEmbeddingCall(Taken):
     """An embedding."""
 
     def __init__(self, stream: Stream, taken: embedding.TakenEmbedding) -> None:
-        super().__init__(stream, taken.module)
+        super().__init__(stream, taken.module, [taken.weight])
         self.taken = taken
 
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        self.check_weights()
         (ids,) = (*args, *kwargs.values())  # forward's parameter has several names
         result: Tensor = meet(
             ("embedding", id(self.taken)), ids, lambda items: embedding.embed(self.stream, self.taken, items)
         )
         return result
 
-    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
-
 
 class TakenHeadCall(Taken):
     """The output head. `lazy`: the model's loss function is ours, so logits are only built for who looks at them."""
 
     def __init__(self, stream: Stream, taken: head.TakenHead, lazy: bool) -> None:
-        super().__init__(stream, taken.module)
+        super().__init__(stream, taken.module, [taken.module.weight])
         self.taken, self.lazy = taken, lazy
 
     def __call__(self, input: Tensor) -> Any:
+        self.check_weights()
         if not self.lazy:
             return self._logits(input)
         kind = self.stream.device.type
@@ -184,22 +210,3 @@ class TakenHeadCall(Taken):
     def _losses(self, items: list[tuple[Tensor, Tensor, HeadSpec, torch.dtype]]) -> list[tuple[Tensor, int]]:
         hidden, labels, specs, dtypes = (list(part) for part in zip(*items, strict=True))
         return head.losses(self.stream, self.taken, hidden, labels, specs, dtypes[0])
-
-    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
-
-
-def note_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The root was called: remember the batch size of this thread's forward."""
-    for name in ("input_ids", "inputs_embeds", "decoder_input_ids", "pixel_values"):
-        value = kwargs.get(name)
-        if isinstance(value, Tensor) and value.dim() > 0:
-            _BATCH.size = value.shape[0]
-            return
-    tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim() > 0]
-    _BATCH.size = tensors[0].shape[0] if tensors else None
-
-
-def current_batch() -> int | None:
-    """Rows of the forward under way in this thread; None when unknown."""
-    size: int | None = getattr(_BATCH, "size", None)
-    return size

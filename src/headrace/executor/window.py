@@ -71,7 +71,13 @@ def meet(key: Any, item: Any, joint: Joint) -> Any:
 
 def in_window() -> bool:
     """Whether this thread runs one of several micro-batches."""
-    return _PARTICIPANT.get() is not None
+    return window() is not None
+
+
+def window() -> Window | None:
+    """The window whose micro-batch this thread runs."""
+    participant = _PARTICIPANT.get()
+    return None if participant is None else participant[0]
 
 
 class Window:

@@ -1,4 +1,4 @@
-"""Find the stacks of blocks in a model: lists of two or more modules that are called one after the other."""
+"""Find the stacks of blocks in a model: lists of modules that are called one after the other."""
 
 from __future__ import annotations
 
@@ -36,10 +36,13 @@ def find_blocks(model: nn.Module, blocks: str | Sequence[str] | Sequence[nn.Modu
     """
     if blocks is not None:
         return _named(model, blocks)
-    total = _size(model) or 1
-    stacks = [stack for stack in _search(model, "") if sum(map(_size, stack.blocks)) >= SMALLEST_SHARE * total]
-    if stacks:
-        return stacks
+    searches = [_search(model, "", least) for least in (2, 1)]  # a list of one counts where there is no other
+    for found in searches:
+        large = [stack for stack in found if sum(map(_size, stack.blocks)) >= SMALLEST_SHARE * _size(model)]
+        if large:
+            return large
+    if searches[0]:
+        return searches[0]
     seen = [
         f"{name or '(root)'} ({type(module).__name__} of {len(module)})"
         for name, module in model.named_modules()
@@ -47,7 +50,7 @@ def find_blocks(model: nn.Module, blocks: str | Sequence[str] | Sequence[nn.Modu
     ]
     raise ModelError(
         f"no stack of blocks was found in {type(model).__name__}",
-        "looked for a ModuleList or Sequential of two or more modules with parameters"
+        "looked for a ModuleList of modules with parameters, or a Sequential of two or more"
         + (f"; saw {', '.join(seen[:6])}" if seen else "; the model holds no ModuleList and no Sequential"),
         "Name the list with blocks='path.to.layers', or pass the modules themselves",
     )
@@ -62,14 +65,16 @@ def _children(module: nn.Module) -> list[nn.Module]:
     return [child for child in module._modules.values() if child is not None and any(True for _ in child.parameters())]
 
 
-def _search(module: nn.Module, name: str) -> list[Stack]:
+def _search(module: nn.Module, name: str, least: int) -> list[Stack]:
+    """Stacks of `least` modules or more; a Sequential of one is only a name for it."""
     below = [
         stack
         for child_name, child in module.named_children()
-        for stack in _search(child, f"{name}.{child_name}" if name else child_name)
+        for stack in _search(child, f"{name}.{child_name}" if name else child_name, least)
     ]
     children = _children(module)
-    if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(children) < 2:
+    enough = least if isinstance(module, nn.ModuleList) else 2
+    if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(children) < enough:
         return below
     # A list whose members are alike is the stack, whatever lists lie inside them. One of unlike members (a Sequential
     # of embedding, body and head) is only a stack when no better one lies below it.

@@ -76,3 +76,19 @@ def passing_graph(hooks: bool) -> Iterator[None]:
     finally:
         for box in boxes:
             box.clear()
+
+
+@contextlib.contextmanager
+def refusing_reentrant(name: str) -> Iterator[None]:
+    """Around the local backward of block `name`, whose inputs are named: a checkpoint in torch's old way inside cannot
+    work there."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "use_reentrant=True" not in str(error):
+            raise
+        raise StepError(
+            f"{name} holds a checkpoint with use_reentrant=True",
+            "Headrace recomputes blocks itself, and differentiates them by their inputs",
+            "Remove the checkpoint, or give it use_reentrant=False; recompute=False works with either",
+        ) from error

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from headrace.model.surroundings import Buffers, RandomState
+from headrace.model.surroundings import Buffers, RandomState, Surroundings
 
 _METADATA = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad")}
 _METADATA |= {Tensor.size, Tensor.dim, Tensor.numel}
@@ -56,24 +56,17 @@ def only_looks_up(module: nn.Embedding) -> bool:
     if [*map(id, module.parameters())] != [id(module.weight)]:
         return False
     cpu = torch.device("cpu")
-    ids, random, modes = torch.zeros(1, 2, dtype=torch.long), RandomState.now(cpu), _modes(module)
-    buffers = Buffers(module)
-    values, buffers.change = buffers.values(), True
+    ids, buffers = torch.zeros(1, 2, dtype=torch.long), Buffers(module)
+    before = Surroundings.now(cpu, buffers)
     try:
-        module.train()
-        with torch.no_grad(), buffers.as_of(values), _Watch(ids, module.weight) as watch:
+        with torch.no_grad(), before.again(cpu, buffers), _Watch(ids, module.weight) as watch:
+            module.train()
             marks = buffers.marks()
             module.forward(ids)
-            drawn = random.changed(cpu) or random.python != RandomState.now(cpu).python
+            drawn = before.random.changed(cpu) or before.random.python != RandomState.now(cpu).python
             same = buffers.marks() == marks and not drawn
     except Exception:  # whatever it wants instead of ids, or does with them
         return False
     finally:
-        random.restore(cpu)
-        for part, training in modes:
-            part.training = training
+        before.random.restore(cpu)
     return watch.lookups == 1 and same and ids._version == 0
-
-
-def _modes(module: nn.Module) -> list[tuple[nn.Module, bool]]:
-    return [(part, part.training) for part in module.modules()]

@@ -8,8 +8,10 @@ writes the home. During a lease the class is the ordinary one again and nothing 
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -83,6 +85,24 @@ def as_views(result: Any, root: Tensor, build: Callable[[Tensor], Tensor]) -> An
     return result
 
 
+@contextlib.contextmanager
+def own_weights_only(name: str) -> Iterator[None]:
+    """Inside, which is the training forward or backward of block `name`, another weight that is read raises as soon as
+    it needs a gradient: the block's own graph would not bring it any."""
+    before, _INSIDE.block = getattr(_INSIDE, "block", None), name
+    try:
+        yield
+    finally:
+        _INSIDE.block = before
+
+
+def whole_value(parameter: Any) -> Tensor | None:
+    """The value of a parked weight with its gradient, for use outside its own module; None where there is no way."""
+    look_up: Callable[[], Tensor | None] | None = getattr(parameter, "_headrace_whole", None)
+    return look_up() if look_up is not None and getattr(_INSIDE, "block", None) is None else None
+
+
+_INSIDE = threading.local()
 _NO_WRITES = ("requires_grad_", "share_memory_")
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 _AUGMENTED = {"add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"}
@@ -92,16 +112,17 @@ class _Read(torch.autograd.Function):
     """Lets a parked weight be read while gradients are on; a gradient that arrives here would be lost, so it raises."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, parameter_name: str, anchor: Tensor) -> Tensor:
-        ctx.parameter_name = parameter_name
+    def forward(ctx: Any, value: Tensor, what: str, anchor: Tensor) -> Tensor:
+        ctx.what = what
         return value
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> NoReturn:
         raise StepError(
-            f"the weight {ctx.parameter_name} was used outside its own module, and needs a gradient there",
+            f"the weight {ctx.what} was used outside its module's own forward, and needs a gradient there",
             "its gradient would be lost",
-            "Call the module instead of using its weight, or keep that module out of streaming",
+            "Call the module instead of using its weight. Layers that call their parts in a backward of their own, as "
+            "reversible ones do, cannot be streamed",
         )
 
 
@@ -223,9 +244,21 @@ def _with_values(item: Any, keep: bool = False) -> Any:
     if isinstance(item, Parked):
         if keep or not (item.requires_grad and torch.is_grad_enabled()):
             return _value(item)
-        anchor = torch.zeros((), requires_grad=True)
         label = getattr(item, "_headrace_name", "(unnamed)")
-        return _Read.apply(item._headrace_home.read(item), label, anchor)  # type: ignore[no-untyped-call]
+        block = getattr(_INSIDE, "block", None)
+        if block is not None:
+            raise StepError(
+                f"{block} uses the weight {label}, which is no part of it, and needs a gradient there",
+                "its gradient would be lost",
+                "Pass what depends on the weight to the block as an argument, or read weight.detach()",
+            )
+        value = whole_value(item)
+        if value is not None:
+            return value
+        anchor = torch.zeros((), requires_grad=True)
+        owner = getattr(item, "_headrace_owner", None)
+        what = f"{label} of {owner}" if owner else label
+        return _Read.apply(item._headrace_home.read(item), what, anchor)  # type: ignore[no-untyped-call]
     if isinstance(item, (list, tuple)):
         return type(item)(_with_values(part, keep) for part in item)
     if isinstance(item, dict):

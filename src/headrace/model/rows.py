@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headrace.model.surroundings import Buffers, RandomState, Surroundings
+
 MOST_COMBINATIONS = 16
 
 Dims = tuple[int | None, ...]
@@ -102,6 +104,33 @@ def find(run: Callable[[list[Tensor]], list[Tensor]], tensors: Sequence[Tensor],
         if outputs is not None:
             return RowPlan(dims, outputs)
     return None
+
+
+def tested(
+    run: Callable[[list[Tensor]], list[Tensor]], tensors: Sequence[Tensor], batch: int, buffers: Buffers,
+    device: torch.device,
+) -> RowPlan | None:  # fmt: skip
+    """`find` without a trace in the block that `buffers` belongs to: in its own mode; in eval mode when it draws random
+    numbers, which differ by row. None also where the block keeps something of what it sees, which must be the whole
+    batch; `buffers.change` then says so."""
+    surroundings = Surroundings.now(device, buffers)
+    random: RandomState = surroundings.random
+    plan = None
+    for own_mode in (True, False):
+        with torch.no_grad(), surroundings.again(device, buffers):
+            if not own_mode:
+                buffers.module.eval()
+            marks = buffers.marks()
+            plan = find(run, tensors, batch)
+            drawn = random.changed(device)
+            if buffers.marks() != marks:
+                buffers.change = True
+                plan = None
+                break
+        if not drawn:
+            break
+    random.restore(device)
+    return plan
 
 
 def _outputs(both: list[Tensor], first: list[Tensor], second: list[Tensor]) -> Dims | None:

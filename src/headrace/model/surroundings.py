@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,46 +57,117 @@ class Autocast:
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
 
 
-class BufferMark:
-    """A buffer and its version. It holds the tensor: the id of a freed one may come back as another's."""
+class Mark:
+    """A value and, of a tensor, its version. It holds the tensor: the id of a freed one may come back as another's."""
 
-    def __init__(self, tensor: Tensor | None) -> None:
-        self._tensor, self._version = tensor, 0 if tensor is None else tensor._version
+    def __init__(self, value: Any) -> None:
+        self._value, self._version = value, value._version if isinstance(value, Tensor) else 0
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, BufferMark) and self._tensor is other._tensor and self._version == other._version
+        if not isinstance(other, Mark):
+            return False
+        if isinstance(self._value, Tensor) or isinstance(other._value, Tensor):
+            return self._value is other._value and self._version == other._version
+        return type(self._value) is type(other._value) and bool(self._value == other._value)
+
+
+Key = tuple[int, str]
+"""Number of the namespace, and the name in it."""
+Values = dict[Key, Any]
 
 
 class Buffers:
-    """A module's buffers. A forward that changes them is run twice, but must change them once."""
+    """What a module keeps between calls: its buffers, and plain attributes (tensors, numbers, text, None). A forward
+    that changes them is run twice, but must change them once, and must find the same values both times."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._owners = [(owner, name) for owner in module.modules() for name in owner._buffers]
+        self.module = module
         self.change = False
         """A forward was seen to change some."""
+        self._spaces: list[dict[str, Any]] = []
+        for part in module.modules():
+            self._spaces += [part._buffers, part.__dict__]
+        self._keys: list[Key] = []
+        self._size = -1
 
-    def values(self) -> list[Tensor | None]:
-        """Copies of all buffers."""
-        return [None if (b := owner._buffers[name]) is None else b.detach().clone() for owner, name in self._owners]
+    def _now(self) -> Values:
+        size = sum(map(len, self._spaces))
+        if size != self._size:
+            self._size = size
+            self._keys = [(n, key) for n, space in enumerate(self._spaces) for key in space if key not in _TORCHS_OWN]
+        found = {(n, name): self._spaces[n].get(name, _ABSENT) for n, name in self._keys}
+        return {key: value for key, value in found.items() if value is None or isinstance(value, _KEPT)}
 
-    def marks(self) -> list[BufferMark]:
+    def values(self) -> Values:
+        """All of them; tensors are copies, unless they are part of a graph."""
+        return {key: _copy(value) for key, value in self._now().items()}
+
+    def marks(self) -> dict[Key, Mark]:
         """Cheap marks that differ after a change."""
-        return [BufferMark(owner._buffers[name]) for owner, name in self._owners]
+        return {key: Mark(value) for key, value in self._now().items()}
 
     @contextlib.contextmanager
-    def as_of(self, values: list[Tensor | None] | None) -> Iterator[None]:
-        """Run a recompute with the buffers of its forward; afterwards they are as they were."""
-        if not self.change or values is None:
+    def as_of(self, values: Values | None) -> Iterator[None]:
+        """Inside they have these values; afterwards they are as they were."""
+        if values is None:
             yield
             return
-        current = [(owner, name, owner._buffers[name]) for owner, name in self._owners]
-        for (owner, name, _), value in zip(current, values, strict=True):
-            owner._buffers[name] = None if value is None else value.clone()
+        current = self._now()
+        self._set({key: _copy(value) for key, value in values.items()}, current)
         try:
             yield
         finally:
-            for owner, name, buffer in current:
-                owner._buffers[name] = buffer
+            self._set(current, self._now())
+
+    def _set(self, values: Values, present: Values) -> None:
+        for key in present.keys() - values.keys():
+            del self._spaces[key[0]][key[1]]
+        for (number, name), value in values.items():
+            self._spaces[number][name] = value
+
+
+_TORCHS_OWN = frozenset(nn.Module().__dict__)
+_KEPT = (Tensor, bool, int, float, complex, str)
+_ABSENT = object()
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) and not value.requires_grad else value
+
+
+@dataclass
+class Surroundings:
+    """What one run of a block found, beside its arguments."""
+
+    random: RandomState
+    modes: list[bool]
+    """`training` of each module."""
+    kept: Values | None
+    """What the block keeps between calls; None where its forward does not change it."""
+
+    @classmethod
+    def now(cls, device: torch.device, buffers: Buffers) -> Surroundings:
+        modes = [part.training for part in buffers.module.modules()]
+        return cls(RandomState.now(device), modes, buffers.values())
+
+    @contextlib.contextmanager
+    def again(self, device: torch.device, buffers: Buffers) -> Iterator[None]:
+        """Inside all is as that run found it. Random state is not put back afterwards."""
+        parts = list(buffers.module.modules())
+        before = [part.training for part in parts]
+        self.random.restore(device)
+        try:
+            _set_modes(parts, self.modes)
+            with buffers.as_of(self.kept):
+                yield
+        finally:
+            _set_modes(parts, before)
+
+
+def _set_modes(parts: Iterable[nn.Module], modes: Iterable[bool]) -> None:
+    for part, training in zip(parts, modes, strict=True):
+        if part.training != training:
+            part.training = training
 
 
 def _collector() -> Any:

@@ -21,8 +21,8 @@ from headrace.base.errors import StepError
 from headrace.model import containers, rows
 from headrace.model.anchor import Anchor
 from headrace.model.containers import Packed
-from headrace.model.handles import passing_graph, weights_as_handles
-from headrace.model.surroundings import Autocast, Buffers, RandomState, recorded_keys, recording
+from headrace.model.handles import passing_graph, refusing_reentrant, weights_as_handles
+from headrace.model.surroundings import Autocast, Buffers, RandomState, Surroundings, recorded_keys, recording
 
 
 @dataclass(eq=False)
@@ -86,8 +86,7 @@ class Slice:
     """One run of a call: its rows (None: all), and what its recompute must find again."""
 
     bounds: tuple[int, int] | None
-    random: RandomState
-    buffers: list[Tensor | None] | None
+    surroundings: Surroundings
     kept: tuple[list[Tensor], list[Tensor]] | None = None
     """(inputs, outputs) of its graph, when activations are kept instead of recomputed."""
 
@@ -172,10 +171,10 @@ class BlockVisit:
         self, call: Call, bound: tuple[int, int] | None, inputs: list[Tensor], needs: Sequence[bool]
     ) -> Packed:
         buffers = self.block.buffers
-        slice_ = Slice(bound, RandomState.now(self.stream.device), buffers.values())
+        slice_ = Slice(bound, Surroundings.now(self.stream.device, buffers))
         marks = buffers.marks()
         leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
-        product = self._under_gradients(call, leaves, slice_.random)
+        product = self._under_gradients(call, leaves, slice_.surroundings.random)
         if not self.stream.recompute:
             slice_.kept = (leaves, list(product.tensors))
         called_for = call.differentiable or [False] * len(product.tensors)
@@ -183,7 +182,7 @@ class BlockVisit:
         product.tensors = [tensor.detach() for tensor in product.tensors]
         buffers.change = buffers.change or buffers.marks() != marks
         if not buffers.change:
-            slice_.buffers = None
+            slice_.surroundings.kept = None
         call.slices.append(slice_)
         return product
 
@@ -246,38 +245,16 @@ class BlockVisit:
         shapes = tuple((tuple(t.shape), t.dtype) for t in tensors)
         key = (call.batch, shapes, self.autocast)
         if key not in self.block.row_plans:
-            plan = self._test_rows(call, tensors)
+            buffers, before = self.block.buffers, self.block.buffers.change
+            run = lambda ts: self._run(call, [t.clone() for t in ts]).tensors
+            plan = rows.tested(run, tensors, call.batch, buffers, self.stream.device)
+            if plan is None and buffers.change and not before:
+                return None  # what it made and kept in its first call may stay: tested again in the next
             self.block.row_plans[key] = plan
             if plan is None:
                 text = f"{type(self.block.module).__name__} runs whole: no test found which dimension holds the rows"
                 self.stream.tell_once(f"rows {type(self.block.module).__name__}", "rows", text)
         return self.block.row_plans[key]
-
-    def _test_rows(self, call: Call, tensors: list[Tensor]) -> rows.RowPlan | None:
-        """The two-row test, in the block's own mode; in eval mode when it draws random numbers, which differ by row."""
-        modes = [(module, module.training) for module in self.block.module.modules()]
-        random = RandomState.now(self.stream.device)
-        buffers = self.block.buffers
-        values, change, buffers.change = buffers.values(), buffers.change, True
-        plan = None
-        try:
-            for own_mode in (True, False):
-                if not own_mode:
-                    self.block.module.eval()
-                with torch.no_grad(), buffers.as_of(values):
-                    marks = buffers.marks()
-                    assert call.batch is not None
-                    plan = rows.find(lambda ts: self._run(call, [t.clone() for t in ts]).tensors, tensors, call.batch)
-                    if buffers.marks() != marks:
-                        return None  # it keeps statistics of what it sees: once a forward, over all rows
-                if not random.changed(self.stream.device):
-                    break
-            return plan
-        finally:
-            buffers.change = change
-            for module, mode in modes:
-                module.training = mode
-            random.restore(self.stream.device)
 
     def write_back(self, tensors: Sequence[Tensor], results: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """What the block wrote into copies of its arguments reaches the arguments, which stand for it among the
@@ -333,10 +310,11 @@ class BlockVisit:
                 # A kept graph ends in the accumulators of its forward; parking in between may have given the
                 # parameters new ones (torch does so when data changes device or dtype), which `inputs` would ask for.
                 kept = slice_.kept is not None
-                torch.autograd.backward(
-                    [o for o, _ in pairs], [g for _, g in pairs], retain_graph=kept and _keeps_graph(),
-                    inputs=None if kept and self.weights_wanted else targets,
-                )  # fmt: skip
+                with refusing_reentrant(self.block.name):
+                    torch.autograd.backward(
+                        [o for o, _ in pairs], [g for _, g in pairs], retain_graph=kept and _keeps_graph(),
+                        inputs=None if kept and self.weights_wanted else targets,
+                    )  # fmt: skip
             for index, (leaf, dim) in enumerate(zip(inputs, plan.inputs, strict=True)):
                 if leaf.requires_grad and leaf.grad is not None:
                     found[index] = rows.collect(found[index], leaf.grad, dim, tensors[index], slice_.bounds)
@@ -357,8 +335,7 @@ class BlockVisit:
         if slice_.bounds is not None and call.plan is not None:
             inputs = rows.take(tensors, call.plan.inputs, *slice_.bounds)
         leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
-        slice_.random.restore(self.stream.device)
-        with torch.enable_grad(), self.block.buffers.as_of(slice_.buffers):
+        with torch.enable_grad(), slice_.surroundings.again(self.stream.device, self.block.buffers):
             arguments = [leaf.clone() for leaf in leaves] if self.block.inputs_change else leaves
             product = self._run(call, arguments)
         return leaves, product.tensors

@@ -6,13 +6,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from headrace.base.errors import OptionError
-from headrace.executor.embedding import TakenEmbedding
+from headrace.executor.embedding import TakenEmbedding, whole
 from headrace.executor.head import TakenHead
 from headrace.executor.stream import Stream
-from headrace.executor.taken import Taken, TakenBlock, TakenEmbeddingCall, TakenHeadCall, note_batch
+from headrace.executor.taken import Taken, TakenBlock, TakenEmbeddingCall, TakenHeadCall
 from headrace.loss.fused import fused_loss, is_causal_lm_loss
 from headrace.model.compiled import Compiler
 from headrace.model.parked import WeightValue
@@ -35,6 +36,8 @@ def install(
         run = compiler.compile(module) if compile else forward
         block = Block(unit, name, module, forward, run, anatomy.of_unit(unit), list(anatomy.shared[unit]))
         taken.append(TakenBlock(stream, block))
+        for parameter in block.parameters:
+            _mark(parameter, "_headrace_owner", type(module).__name__, undo)
     for matrix, embedding in anatomy.embeddings:
         taken.append(TakenEmbeddingCall(stream, TakenEmbedding(matrix, embedding, embedding.forward)))
     heads = [TakenHeadCall(stream, TakenHead(m, h), False) for m, h in anatomy.heads]
@@ -46,11 +49,17 @@ def install(
     trained = [p for unit in stream.spec.units for p in anatomy.of_unit(unit.index) if p.requires_grad]
     trained += [p for p in anatomy.matrix_weights.values() if p.requires_grad]
     undo += [handle.remove for handle in stream.sink.watch(trained)]
-    for parameter in anatomy.matrix_weights.values():
-        parameter._headrace_tiled = True  # type: ignore[attr-defined]
-        undo.append(functools.partial(parameter.__dict__.pop, "_headrace_tiled", None))
+    for matrix, parameter in anatomy.matrix_weights.items():
+        _mark(parameter, "_headrace_tiled", True, undo)
+        _mark(parameter, "_headrace_whole", functools.partial(whole, stream, matrix, parameter), undo)
     _guard(model, stream, undo)
     return taken
+
+
+def _mark(parameter: nn.Parameter, name: str, value: object, undo: list[Callable[[], None]]) -> None:
+    """What a parked weight must know of itself."""
+    setattr(parameter, name, value)
+    undo.append(functools.partial(parameter.__dict__.pop, name, None))
 
 
 def _plain_calls(module: nn.Module, stream: Stream) -> None:
@@ -81,9 +90,11 @@ def _take_loss(model: nn.Module, heads: list[TakenHeadCall], stream: Stream, und
         return
     head.lazy = True
     fallback = "the model's own loss runs on full logits: "
-    replaced = fused_loss(original, head.loss, lambda reason: stream.tell_once("loss", "loss", fallback + reason))
+    replaced = torch.compiler.disable(
+        fused_loss(original, head.loss, lambda reason: stream.tell_once("loss", "loss", fallback + reason))
+    )
     before = model.__dict__.get("_loss_function")
-    model.loss_function = replaced  # type: ignore[assignment]
+    model.loss_function = replaced
 
     def restore() -> None:
         if before is None:
@@ -96,12 +107,14 @@ def _take_loss(model: nn.Module, heads: list[TakenHeadCall], stream: Stream, und
 def _guard(model: nn.Module, stream: Stream, undo: list[Callable[[], None]]) -> None:
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
         owner(model).before_forward()
-        note_batch(args, kwargs)
+        stream.roots.enter(module, args, kwargs)
         for block in blocks:
             _no_checkpointing(block, stream)
 
     blocks = [call.module for call in _taken_blocks(model)]
+    begin, end = torch.compiler.disable(begin), torch.compiler.disable(lambda *call: stream.roots.leave())
     undo.append(model.register_forward_pre_hook(begin, with_kwargs=True).remove)
+    undo.append(model.register_forward_hook(end, always_call=True).remove)
 
     def plain_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, value in state.items():

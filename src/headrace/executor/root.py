@@ -1,0 +1,138 @@
+"""The user's calls of the whole model: what blocks must know of the call they are part of; one thread at a time."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from headrace.base.errors import StepError
+from headrace.executor.window import window
+from headrace.model.containers import leaves
+
+
+@dataclass(eq=False)
+class RootCall:
+    """One call of a model, under way in one thread."""
+
+    module: nn.Module
+    caller: object
+    thread: int
+    training: bool
+    """Gradients were on when it began."""
+    whole: dict[int, Tensor] = field(default_factory=dict)
+    """Embeddings and heads whose weight was read in one piece, by matrix."""
+
+
+class Roots:
+    """The calls of one model, and the backward of one, that are under way."""
+
+    def __init__(self) -> None:
+        self._calls: list[RootCall] = []
+        self._ending: weakref.ref[_Ending] | None = None
+        self._backward_thread = 0
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The model is called. Raises StepError when another thread is inside it."""
+        call = RootCall(module, window() or threading.get_ident(), threading.get_ident(), torch.is_grad_enabled())
+        if self._calls:
+            self._forget_ended(call)
+        if any(other.caller != call.caller for other in self._calls):  # micro-batches of a window take turns
+            _refuse_threads()
+        self.check_backward()
+        _LOCAL.rows = batch_size(args, kwargs)
+        self._calls.append(call)
+
+    def _forget_ended(self, new: RootCall) -> None:
+        """An interrupt ends calls without a word: of each thread only as many are left as its stack shows."""
+        kept: list[RootCall] = []
+        for call in self._calls:
+            depth = _depth(call.thread, call.module) - (call.thread == new.thread)
+            if sum(other.thread == call.thread for other in kept) < depth:
+                kept.append(call)
+        self._calls = kept
+
+    def leave(self) -> None:
+        """The call that this thread began last is over."""
+        call = self.current()
+        if call is not None:
+            self._calls.remove(call)
+
+    def current(self) -> RootCall | None:
+        """The call of this model that is under way in this thread."""
+        own = threading.get_ident()
+        return next((call for call in reversed(self._calls) if call.thread == own), None)
+
+    def begin_backward(self, ended: Callable[[], None]) -> None:
+        """Autograd begins one, in this thread. `ended` is called when it is over, unless an error ends it."""
+        self.check_backward()
+        ending = _Ending(ended)
+        torch.autograd.Variable._execution_engine.queue_callback(ending)
+        self._ending, self._backward_thread = weakref.ref(ending), threading.get_ident()
+
+    def check_backward(self) -> None:
+        """Raise StepError when another thread is inside a backward."""
+        patience = time.monotonic() + 1.0
+        while self._in_backward() and self._backward_thread != threading.get_ident():
+            if time.monotonic() > patience:  # autograd's thread may let go of a backward that failed a moment late
+                _refuse_threads()
+            time.sleep(0.01)
+
+    def _in_backward(self) -> bool:
+        ending = self._ending() if self._ending is not None else None
+        return ending is not None and not ending.over
+
+
+class _Ending:
+    """What autograd calls at the end of a backward. It holds this object as long as the backward lives."""
+
+    def __init__(self, ended: Callable[[], None]) -> None:
+        self._ended, self.over = ended, False
+
+    def __call__(self) -> None:
+        self.over = True
+        self._ended()
+
+
+def _depth(thread: int, module: nn.Module) -> int:
+    """How many calls of a module a thread is inside."""
+    frame, depth = sys._current_frames().get(thread), 0
+    while frame is not None:
+        depth += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return depth
+
+
+def _refuse_threads() -> NoReturn:
+    raise StepError(
+        "two threads use one wrapped model at the same time",
+        "its blocks come to the device in the order of one forward or backward",
+        "Call it from one thread, or guard forward and backward with a lock; micro-batches of one step belong in "
+        "headrace.accumulate",
+    )
+
+
+_LOCAL = threading.local()
+
+
+def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Rows of the batch that a model is called with."""
+    for name in ("input_ids", "inputs_embeds", "decoder_input_ids", "pixel_values"):
+        value = kwargs.get(name)
+        if isinstance(value, Tensor) and value.dim() > 0:
+            return value.shape[0]
+    tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    return tensors[0].shape[0] if tensors else None
+
+
+def current_batch() -> int | None:
+    """Rows of the forward under way in this thread, or of its last one; None when unknown."""
+    size: int | None = getattr(_LOCAL, "rows", None)
+    return size

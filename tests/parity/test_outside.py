@@ -1,0 +1,248 @@
+"""Weights, attributes and modes that the user's code touches outside the calls of modules, against plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import headrace
+from against_plain import (
+    Block,
+    Toy,
+    assert_close,
+    batch,
+    gradients,
+    hf_loss,
+    llama,
+    sgd,
+    streamed,
+    toy,
+    toy_loss,
+    weights,
+)
+from headrace.base.errors import StepError
+
+WAYS = [{}, {"rows": 1}, {"recompute": False}, {"window": 2, "placement": {"weights": "device", "state": "device"}}]
+
+
+def trains_alike(model: nn.Module, loss: Callable[[nn.Module, Tensor], Tensor] = toy_loss, **options: Any) -> list[Any]:
+    """Three steps, gradients and weights each time. Returns the events."""
+    plain = copy.deepcopy(model)
+    optimizer = sgd(plain)
+    with streamed(model, **options) as (ours, driver):
+        for step in range(3):
+            for side in (plain, ours):
+                torch.manual_seed(step)
+                loss(side, batch(seed=step)).backward()
+            assert_close(gradients(ours), gradients(plain))
+            optimizer.step(), driver.step()
+            optimizer.zero_grad(), driver.zero_grad()
+            assert_close(weights(ours), weights(plain))
+        return list(headrace.session(ours).events)
+
+
+class ByHand(Toy):
+    """Computes its logits with the embedding's weight, and adds a table that it never calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 20, padding_idx=2)
+        del self.head
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + functional.layer_norm(self.table.weight, (20,))[: ids.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return functional.linear(self.norm(x), self.embed.weight)
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_weights_of_embeddings_used_by_hand(options: dict[str, Any]) -> None:
+    """They come whole, once for each call of the model, and their gradient counts, that of the padding row too."""
+    torch.manual_seed(0)
+    events = trains_alike(ByHand(), **options)
+    assert sum(event.kind == "whole" for event in events) == 2
+
+
+def test_weights_used_by_hand_in_a_window() -> None:
+    torch.manual_seed(0)
+    plain = ByHand()
+    parts = [batch(2, 7, 1), batch(3, 5, 2)]
+    with streamed(plain) as (ours, _):
+        headrace.accumulate(lambda part: toy_loss(ours, part), parts).backward()
+        for part in parts:
+            toy_loss(plain, part).backward()
+        assert_close(gradients(ours), gradients(plain))
+
+
+def test_a_weight_read_outside_any_call_gets_no_silent_gradient() -> None:
+    with streamed(toy()) as (ours, _):
+        norm = ours.embed.weight.norm()
+        assert norm.isfinite()
+        with pytest.raises(StepError, match=r"embed\.weight was used outside"):
+            norm.backward()
+
+
+def test_a_model_that_calls_parts_of_its_blocks_is_refused() -> None:
+    """Their weights are not on the device then. The block's class is named."""
+
+    class Parts(Toy):
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(self.blocks[1].up(self.embed(ids)[..., :20])[..., :20])  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    with streamed(Parts()) as (ours, _), pytest.raises(StepError, match=r"weight blocks\.1\.up\.\w+ of Block"):
+        toy_loss(ours, batch()).backward()
+
+
+def test_a_weight_that_a_block_takes_from_elsewhere_is_refused() -> None:
+    """The block's own graph would bring it no gradient."""
+
+    class Taker(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.other[0].mean()  # type: ignore[no-any-return,operator]
+
+    torch.manual_seed(0)
+    model = Toy([Taker(20, 27) for _ in range(3)])
+    for block in model.blocks:
+        block.other = [model.head.weight]  # in a list, or it would be a parameter of the block
+    wrapped, _ = headrace.wrap(model, sgd(model), device="cpu", placement={"weights": "host", "state": "host"})
+    with pytest.raises(StepError, match=r"blocks\.\d uses the weight head\.weight, which is no part of it"):
+        toy_loss(wrapped, batch()).backward()
+    headrace.session(wrapped).close()
+
+
+class Keeper(Block):
+    """Keeps something from call to call, and uses it."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(20, 27)
+        self.way, self.state, self.count = way, torch.zeros(20), 0
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x) * (1 + 0.3 * self.count) + self.state + 0.1 * self.steps
+        if self.way == "tensor":
+            self.state = 0.5 * self.state + y.detach().mean((0, 1))
+        elif self.way == "in place":
+            self.state.mul_(0.5).add_(y.detach().mean((0, 1)))
+        elif self.way == "number":
+            self.count += 1
+        elif self.way == "buffer":
+            self.steps += 1  # type: ignore[operator]
+        elif not hasattr(self, "late"):
+            self.late = y.detach().mean((0, 1))
+        else:
+            y = y + self.late
+        return y
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize("way", ["tensor", "in place", "number", "buffer", "late"])
+def test_what_a_block_keeps_from_call_to_call(way: str, options: dict[str, Any]) -> None:
+    """The recompute finds it as the forward found it, and it changes once for each forward, over the whole batch."""
+    torch.manual_seed(0)
+    trains_alike(Toy([Keeper(way) for _ in range(3)]), **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": False}], ids=str)
+def test_modes_that_change_between_forward_and_backward(options: dict[str, Any]) -> None:
+    """As in plain PyTorch, a gradient is that of the forward, whatever the model's mode is by then."""
+
+    def loss(model: nn.Module, ids: Tensor) -> Tensor:
+        model.train()
+        value = toy_loss(model, ids)
+        model.eval()
+        return value
+
+    torch.manual_seed(0)
+    trains_alike(Toy([Block(20, 27, dropout=0.4) for _ in range(3)]), loss, **options)
+
+
+def test_functional_call() -> None:
+    """With the model's own weights it is an ordinary call; with others, which would get no gradient, it is refused."""
+    plain = llama(layers=2)
+    ids = batch(vocabulary=257)
+    hf_loss(plain, ids).backward()
+    call = torch.func.functional_call
+    with streamed(plain) as (ours, _):
+        call(ours, dict(ours.named_parameters()), (), {"input_ids": ids, "labels": ids}).loss.backward()
+        assert_close(gradients(ours), gradients(plain))
+        for name in ("model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"):
+            other = {name: plain.get_parameter(name).detach().clone().requires_grad_()}
+            with pytest.raises(StepError, match=f"{name} was replaced"):
+                call(ours, other, (), {"input_ids": ids, "labels": ids})
+
+
+class TestThreads:
+    """A wrapped model serves one thread at a time: another is refused in words, and the first one's numbers hold."""
+
+    def test_two_forwards(self) -> None:
+        model = toy()
+        inside, go = threading.Event(), threading.Event()
+        with streamed(model) as (ours, _):
+            hook = ours.norm.register_forward_hook(lambda *call: (inside.set(), go.wait(20))[2:] or None)
+            thread = threading.Thread(target=lambda: toy_loss(ours, batch()).backward())
+            thread.start()
+            assert inside.wait(20)
+            with pytest.raises(StepError, match="two threads"):
+                ours(batch())
+            go.set()
+            thread.join()
+            hook.remove()
+            toy_loss(model, batch()).backward()
+            assert_close(gradients(ours), gradients(model))
+
+    @pytest.mark.parametrize("second", ["forward", "backward"])
+    def test_beside_a_backward(self, second: str) -> None:
+        model = toy()
+        inside, go = threading.Event(), threading.Event()
+        with streamed(model) as (ours, driver):
+            waiting = toy_loss(ours, batch(seed=1))
+            hook = ours.blocks[1].register_forward_hook(lambda module, args, out: _halt(out, inside, go))
+            loss = toy_loss(ours, batch())
+            hook.remove()
+            thread = threading.Thread(target=loss.backward)
+            thread.start()
+            assert inside.wait(20)
+            with pytest.raises(StepError, match="two threads"):
+                waiting.backward() if second == "backward" else ours(batch())
+            go.set()
+            thread.join()
+            toy_loss(model, batch()).backward()
+            assert_close(gradients(ours), gradients(model))
+            driver.zero_grad()
+            model.zero_grad()
+            for side in (ours, model):
+                toy_loss(side, batch(seed=2)).backward()
+            assert_close(gradients(ours), gradients(model))
+
+
+def _halt(out: Tensor, inside: threading.Event, go: threading.Event) -> None:
+    out.register_hook(lambda grad: (inside.set(), go.wait(20))[2:] or None)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("kind", ["toy", "llama"])
+def test_a_compiled_outer_model(kind: str, backend: str) -> None:
+    """torch.compile around a wrapped model, before or after wrapping, compiles what lies between the blocks."""
+    model, loss = (toy(), toy_loss) if kind == "toy" else (llama(layers=3), hf_loss)
+    plain = copy.deepcopy(model)
+    optimizer = sgd(plain)
+    torch._dynamo.reset()
+    with streamed(model) as (ours, driver):
+        compiled = torch.compile(ours, backend=backend)
+        for step in range(3):
+            for side in (compiled, plain):
+                loss(side, batch(seed=step)).backward()
+            assert_close(gradients(ours), gradients(plain))
+            optimizer.step(), driver.step()
+            optimizer.zero_grad(), driver.zero_grad()
+    torch._dynamo.reset()
