@@ -16,7 +16,11 @@ from headrace.data.sources import absolute, dataset_of, find_sources
 from headrace.data.turns import Chat
 
 CONVERSATION = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
-CALL = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
+
+
+def calling(name: str, **arguments: int) -> list[dict[str, Any]]:
+    call = {"name": name, "arguments": arguments}
+    return [CONVERSATION[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
 
 
 @pytest.fixture
@@ -33,12 +37,13 @@ def read(place: Path | str) -> list[Any]:
 
 def test_a_folder_of_save_to_disk(datasets: Any, tmp_path: Path) -> None:
     """Its other columns are passed over, and the nulls by which a table fills up turns are no fields."""
-    rows = [{"messages": CONVERSATION, "id": 1}, {"messages": CALL, "id": 2}]
+    rows = [{"messages": CONVERSATION, "id": 1}, {"messages": calling("f", a=1)}, {"messages": calling("g", b=2)}]
     folder = tmp_path / "saved"
     datasets.Dataset.from_list(rows).save_to_disk(folder)
-    first, second = read(folder)
+    first, *calls = read(folder)
     assert first == Chat(f"{folder}[0]", CONVERSATION, (1,))
-    assert second.messages == [CALL[0], {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]
+    for row, wanted in zip(calls, (calling("f", a=1), calling("g", b=2)), strict=True):
+        assert row.messages == [wanted[0], {**wanted[1], "content": ""}]
 
 
 def test_splits_of_a_folder(datasets: Any, tmp_path: Path) -> None:

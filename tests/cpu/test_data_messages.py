@@ -159,6 +159,15 @@ def test_turns_that_the_template_rewrites_are_trained_as_the_model_will_write_th
     assert (last.apart, first.apart) == (False, True)
 
 
+def test_all_end_tokens_that_stand_together_belong_to_the_turn() -> None:
+    """As behind calls of tools. What stands apart from them, as the last turn's extra end token, does not."""
+    template = CLOSING.replace("'<|end|>\n'", "'<|end|><|return|>\n'")
+    tokenizer = chat_tokenizer(template)
+    (row,) = encoded(tokenizer, {"messages": TALKS["two"]})
+    assert trained(tokenizer, row) == ["A<|end|><|return|>", "Yes, more.<|end|><|return|>"]
+    assert tokenizer.decode(row.ids).endswith("<|return|>\n</s>")
+
+
 def test_one_token_replies_and_a_last_turn_of_the_user() -> None:
     tokenizer = chat_tokenizer(CHATML)
     (row,) = encoded(tokenizer, {"messages": turns("Hi", "x", "Thanks")})
