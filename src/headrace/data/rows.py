@@ -73,7 +73,7 @@ def read_rows(source: Source) -> Iterator[Text | Pair | Chat | Broken]:
         else:
             yield from _text_rows(path, source.found)
     except OSError as error:
-        raise DataError(f"cannot read {path}", error.strerror or "", "Check the path and permissions") from error
+        raise DataError(f"cannot read {path}", error.strerror or repr(error), "Check path and permissions") from error
 
 
 def _json_rows(path: Path) -> Iterator[Text | Pair | Chat | Broken]:

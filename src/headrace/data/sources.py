@@ -67,7 +67,7 @@ def find_sources(paths: Sequence[str | Path]) -> list[Source]:
             continue
         if not path.exists():
             raise DataError(
-                f"the data path {path} does not exist", "",
+                f"the data path {path} does not exist", f"looked for in {Path.cwd()}",
                 "Name a JSONL file, a text file, a folder, or a dataset on the hub as owner/name:split",
             )  # fmt: skip
         suffix = path.suffix.lower()
