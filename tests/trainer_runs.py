@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import copy
+import functools
+import gc
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import headrace
 from against_plain import VOCABULARY, assert_close, llama, weights
+from headrace.integrations.transformers import HeadraceTrainer, StreamedTraining
 
 HOST: dict[str, Any] = {"placement": {"weights": "host", "state": "host"}, "window": 1, "debug": True}
 """Weights and state outside the device, one slot, freed memory reads NaN."""
 
 
 def gpt2(**changes: Any) -> Any:
-    import transformers
-
     values = {"vocab_size": VOCABULARY, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 64}
     none = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
     torch.manual_seed(0)
@@ -28,8 +31,6 @@ def gpt2(**changes: Any) -> Any:
 
 
 def mixtral(**changes: Any) -> Any:
-    import transformers
-
     values = {
         "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 40, "num_attention_heads": 4,
         "num_key_value_heads": 2, "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
@@ -92,8 +93,6 @@ def arguments(folder: Path, **changes: Any) -> Any:
 
     adam_epsilon is large: a tiny one turns the rounding of a gradient near zero into a step of full size.
     """
-    import transformers
-
     values = {
         "output_dir": str(folder), "use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_steps": 1,
         "max_steps": 8, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "learning_rate": 1e-2,
@@ -102,22 +101,28 @@ def arguments(folder: Path, **changes: Any) -> Any:
     return transformers.TrainingArguments(**{**values, **changes})
 
 
+@functools.cache
+def _freeze_what_is_imported() -> None:
+    """accelerate collects garbage whenever a run begins: half a second, if it has to search all modules."""
+    with tempfile.TemporaryDirectory() as folder:
+        HeadraceTrainer(llama(1), arguments(Path(folder)))
+    gc.collect()
+    gc.freeze()
+
+
 def trainer(
     cls: type, model: Any, folder: Path, options: dict[str, Any] | None = None, parts: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Any:  # fmt: skip
     """A Trainer of class `cls` for a copy of `model`. `options` go to wrap, `parts` to the Trainer, the rest to its
     arguments."""
-    from transformers import PrinterCallback
-
-    from headrace.integrations.trainer import StreamedTraining
-
+    _freeze_what_is_imported()
     extra = {"headrace": {**HOST, **(options or {})}} if issubclass(cls, StreamedTraining) else {}
     given = {"train_dataset": rows(), "data_collator": collate, **(parts or {})}
     if model is not None:
         given["model"] = copy.deepcopy(model)
     made = cls(args=arguments(folder, **changes), **given, **extra)
-    made.remove_callback(PrinterCallback)
+    made.remove_callback(transformers.PrinterCallback)
     return made
 
 
@@ -141,10 +146,6 @@ def assert_same_run(ours: Any, theirs: Any) -> None:
 
 def both(model: Any, folder: Path, **given: Any) -> tuple[Any, Any]:
     """HeadraceTrainer and the plain Trainer after the same run."""
-    import transformers
-
-    from headrace.integrations.transformers import HeadraceTrainer
-
     options = given.pop("options", None)
     theirs = trainer(transformers.Trainer, model, folder / "plain", **given)
     theirs.train()
