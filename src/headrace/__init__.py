@@ -19,6 +19,7 @@ from headrace.base.errors import (
     NonFiniteError,
     OptimizerError,
     OptionError,
+    ParityError,
     PlanError,
     StepError,
     StoreError,
@@ -60,6 +61,7 @@ __all__ = [
     "CheckpointError",
     "StepError",
     "NonFiniteError",
+    "ParityError",
     "__version__",
 ]
 

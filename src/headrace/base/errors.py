@@ -10,7 +10,8 @@ HeadraceError
 ├── DataError         training data is broken (also a ValueError)
 ├── CheckpointError   a checkpoint is missing, incomplete or does not belong to this run
 ├── StepError         a training step cannot be finished or repeated as asked
-└── NonFiniteError    a gradient is infinite or NaN
+├── NonFiniteError    a gradient is infinite or NaN
+└── ParityError       a gradient that was computed again (guard_every) is not the one that was streamed
 """
 
 from __future__ import annotations
@@ -63,3 +64,7 @@ class StepError(HeadraceError):
 
 class NonFiniteError(HeadraceError):
     """A gradient is infinite or NaN."""
+
+
+class ParityError(HeadraceError):
+    """A gradient that was computed again beside the streaming path is not the one that was streamed."""

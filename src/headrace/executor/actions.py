@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from headrace.base.errors import StepError
+from headrace.base.errors import ParityError, StepError
 from headrace.base.events import EventLog
 from headrace.executor.executor import Notes
 from headrace.executor.inputs import InputStore
@@ -18,6 +19,16 @@ from headrace.optim.rules import Hyper, Rule
 from headrace.schedule.op import Op
 from headrace.spec.model import REST, Unit
 from headrace.store.regions import Regions, typed
+
+
+class Guard(Protocol):
+    """Judges gradients before they are used."""
+
+    def watched(self, step: int) -> int | None:
+        """The unit whose gradients are judged in a step."""
+
+    def judge(self, step: int, grads: Tensor, present: Sequence[bool]) -> None:
+        """Raise ParityError unless its gradients are right. `grads`: their region."""
 
 
 @dataclass
@@ -46,6 +57,7 @@ class Actions:
     """By step; only the last few are kept."""
     broken: str | None = None
     """Why the weights can no longer be trusted."""
+    guard: Guard | None = None
 
     def __call__(self, op: Op, notes: Notes) -> None:
         handlers: dict[str, Callable[[Op, Notes], None]] = {
@@ -157,6 +169,9 @@ class Actions:
             assert home is not None
             self.ledger.note_square(unit, float(square_of(self.regions, unit, home)))
         step = notes["step"]
+        watched = None if self.guard is None else self.guard.watched(step)
+        if watched in self.ledger.arrived:
+            self._judge(step, watched, self.regions.home(watched, "grads"))
         verdict = self.ledger.judge(self.max_grad_norm, self.on_nonfinite, step)
         self.verdicts[step] = notes["verdict"] = verdict
         self.verdicts.pop(step - 8, None)
@@ -181,6 +196,8 @@ class Actions:
             assert weights is not None and grads is not None
             if unit.kind == REST and "rest" in self.regions.places:
                 self._adopt(unit, weights, state)
+            if verdict is None and self.guard is not None and self.guard.watched(notes["step"]) == op.unit:
+                self._judge(notes["step"], op.unit, grads)
             groups: list[Hyper] = notes["groups"]
             try:
                 self.rule.update(
@@ -203,6 +220,14 @@ class Actions:
                 home.copy_(view)
                 if "low" in unit.parts and state is not None:
                     typed(state[offset_low:], unit.parts["low"][1])[index].zero_()
+
+    def _judge(self, step: int, unit: int, grads: Tensor | None) -> None:
+        assert self.guard is not None and grads is not None
+        try:
+            self.guard.judge(step, grads, self.ledger.present[unit])
+        except ParityError as error:
+            self.broken = error.what
+            raise
 
     def _check_early(self, unit: int, step: int) -> None:
         if unit not in self.ledger.known:

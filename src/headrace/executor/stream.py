@@ -55,9 +55,9 @@ class Stream:
         """Given a pass whose backward begins: notes for updates inside it, or None when they must wait for step()."""
         self.grad_place = ""
         """Where the backward visit under way puts its gradients: a gradient slot, or "" for the unit's own region."""
-        self.trial: Callable[[BlockVisit, Sequence[Tensor], Sequence[Tensor]], None] = lambda visit, tensors, results: (
-            None
-        )
+        self.trial: Callable[..., None] = lambda *given: None
+        self.witness: Callable[..., None] = lambda *given: None
+        """These two: see model.visit.Stream."""
         self.begun: Callable[[], None] = lambda: None
         """Called at the first visit of a backward, before gradients are added."""
         self.weights_wanted = True

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +23,18 @@ WINDOW_BUFFERS = 6
 """Hidden states of the whole window that the outer forward and the graph hold at a time."""
 
 
+class Rehearsed(Protocol):
+    """What takes memory beside a backward visit now and then."""
+
+    whole: bool
+    """All rows at once."""
+
+    def rehearse(
+        self, visit: BlockVisit, tensors: Sequence[Tensor], needs: Sequence[bool], grads: Sequence[Tensor | None]
+    ) -> None:
+        """Take that memory once."""
+
+
 @dataclass
 class Trial:
     """Runs once, in the first training visit of a block on a GPU."""
@@ -31,6 +44,7 @@ class Trial:
     events: EventLog
     bound: int | None = None
     """Most bytes of device memory that a step is expected to use."""
+    guard: Rehearsed | None = None
 
     def __call__(self, visit: BlockVisit, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """Recompute and differentiate the block on its real arguments, and throw the gradients away."""
@@ -39,15 +53,23 @@ class Trial:
             return
         hidden = max((t.nbytes for t in (*tensors, *results) if t.is_floating_point()), default=0)
         base = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
         random = RandomState.now(device)
+        loss = LOGITS_AT_ONCE * LOGIT_BYTES
         with torch.enable_grad(), self.sink.ignoring():
             needs = [t.is_floating_point() and t.requires_grad for t in tensors]
             grads = [torch.ones_like(r) if r.is_floating_point() else None for r in results]
-            visit.backward(tensors, needs, grads)
+            work = _peak(device, lambda: visit.backward(tensors, needs, grads)) - base
+            if self.guard is not None:
+                guard = self.guard
+                check = _peak(device, lambda: guard.rehearse(visit, tensors, needs, grads)) - base
+                sliced = any(len(call.slices) > 1 for call in visit.calls)
+                if self.budget is not None and base + check + WINDOW_BUFFERS * hidden > self.budget and sliced:
+                    guard.whole = False
+                    self.events.add("guard", "the device has no room to check a block in one piece: it is checked some "
+                                    "rows at a time", block=format_bytes(check))  # fmt: skip
+                    check = _peak(device, lambda: guard.rehearse(visit, tensors, needs, grads)) - base
+                work = max(work, check)
         random.restore(device)
-        work = torch.cuda.max_memory_allocated(device) - base
-        loss = LOGITS_AT_ONCE * LOGIT_BYTES
         self.bound = base + max(work, loss) + WINDOW_BUFFERS * hidden
         self.events.add("memory", f"device memory stays below {format_bytes(self.bound)}",
                         block=format_bytes(work), allocated=format_bytes(base))  # fmt: skip
@@ -77,3 +99,10 @@ class Trial:
             self.events.once(
                 "peak", kind, f"measured device peak {format_bytes(peak)}, bound {format_bytes(self.bound)}"
             )
+
+
+def _peak(device: torch.device, run: Callable[[], object]) -> int:
+    """Most bytes of device memory that are allocated while `run` runs."""
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    return torch.cuda.max_memory_allocated(device)

@@ -65,6 +65,8 @@ class Stream(Protocol):
     recompute: bool
     trial: Callable[[BlockVisit, Sequence[Tensor], Sequence[Tensor]], None]
     """Called inside the lease of each forward; bounds the device's peak the first time."""
+    witness: Callable[[BlockVisit, Sequence[Tensor], Sequence[bool], Sequence[Tensor | None]], None]
+    """Called inside the lease of each backward, with what `BlockVisit.backward` was given."""
 
     def leased(self, visit: BlockVisit, backward: bool) -> contextlib.AbstractContextManager[None]:
         """The block's parameters point at its weights inside; gradients are collected in a backward."""
@@ -373,6 +375,7 @@ class VisitFunction(torch.autograd.Function):
         with visit.stream.leased(visit, backward=True):
             tensors = visit.stream.fetch(visit, saved)
             found = visit.backward(tensors, ctx.needs_input_grad[2:], grads)
+            visit.stream.witness(visit, tensors, ctx.needs_input_grad[2:], grads)
         if not _keeps_graph():
             visit.stream.let_go(visit)
         return (None, None, *found)

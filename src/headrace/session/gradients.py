@@ -24,6 +24,8 @@ class Gradients:
             id(anatomy.parameters[entry.name]): entry.name for _, _, entry in stream.spec.pieces() if entry.trainable
         }
         self._shown: dict[int, HeldGradient] = {}
+        self.changed: Callable[[str], None] = lambda name: None
+        """Called with the name of a parameter whose gradient the user replaces or drops."""
 
     def show(self) -> None:
         """After a backward: parameter.grad stands for the gradient that the stores hold."""
@@ -82,6 +84,7 @@ class Gradients:
 
     def write(self, name: str, value: Tensor) -> None:
         """Replace a gradient. Raises StepError when its unit holds none."""
+        self.changed(name)
         found = self._rest(name)
         if found is None:
             self._values.write_gradient(name, value)
@@ -98,6 +101,7 @@ class Gradients:
                 f"the gradient of {name} cannot be dropped", "its update began in the backward",
                 "Leave accumulation= out, so that updates wait for step()",
             )  # fmt: skip
+        self.changed(name)
         found = self._rest(name)
         if found is None:
             self._values.write_gradient(name, None)

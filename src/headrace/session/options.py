@@ -66,6 +66,9 @@ class Options:
     event otherwise. Sums are rounded in another order than without."""
     blocks: Any = None
     """The blocks, when they are not found: names of lists, or the modules."""
+    guard_every: int | None = None
+    """Every so many optimizer steps the gradient of one block is computed again in fp32, beside the streaming path, and
+    compared with the one that was streamed before its update uses it. Levels and cost: see session/parity_guard.py."""
     debug: bool = False
     """Freed slots read NaN."""
 
@@ -76,7 +79,7 @@ class Options:
 
 
 _FLAGS = ("recompute", "overlap", "verbose", "check_memory", "compile", "debug")
-_POSITIVE = ("rows", "accumulation", "threads")
+_POSITIVE = ("rows", "accumulation", "threads", "guard_every")
 _CHOICES: dict[str, Sequence[Any]] = {
     "moments": ("float32", "bfloat16"), "on_nonfinite": ("skip", "stop"), "autocast": (None, "bfloat16"),
 }  # fmt: skip

@@ -27,6 +27,7 @@ from headrace.schedule import build
 from headrace.schedule.op import Program
 from headrace.session.gradients import Gradients
 from headrace.session.options import Options
+from headrace.session.parity_guard import ParityGuard
 from headrace.session.report import memory_report
 from headrace.session.rest import Rest
 from headrace.session.values import Values
@@ -65,12 +66,17 @@ class Session:
         self._micro_batches = 0
         self._frozen = [p for p in anatomy.parameters.values() if not p.requires_grad]
         stream.early = self._early
-        stream.begun, stream.ended = self._gradients.settle, self._gradients.show
+        stream.begun, stream.ended = self._begun, self._gradients.show
         self.budgets = budgets
         """Bytes that may be used, by tier."""
         self._trial = Trial(budgets.device, stream.sink, events)
         if options.check_memory:
             stream.trial = self._trial
+        self.guard: ParityGuard | None = None
+        """What `guard_every` asks for; its `checks` are the last comparisons."""
+        if options.guard_every is not None:
+            self.guard = self._trial.guard = self._actions.guard = ParityGuard(stream, options.guard_every)
+            stream.witness, self._gradients.changed = self.guard.witness, self.guard.forget
 
     # -- what a user looks at -----------------------------------------------------------------------------------
 
@@ -111,6 +117,12 @@ class Session:
     def lane_seconds(self) -> dict[str, float]:
         """Seconds that each lane's thread has worked; empty when inline."""
         return self._executor.seconds()
+
+    def _begun(self) -> None:
+        """A backward begins."""
+        self._gradients.settle()
+        if self.guard is not None:
+            self.guard.begin(self.steps + 1)
 
     def before_forward(self) -> None:
         """The model is about to be called: raise what updates have met since."""
@@ -185,6 +197,8 @@ class Session:
         if self.closed:
             return
         self._gradients.hide()
+        if self.guard is not None:
+            self.guard.drop(self.steps)
         held, ledger = self._stream.held, self._actions.ledger
         try:
             self._executor.wait(*(f"grads:u{unit}" for unit in held))

@@ -177,7 +177,8 @@ def _place(anatomy: Anatomy, options: Options, budgets: Budgets, device: torch.d
             raise OptionError("placement of inputs is unknown", f"got {inputs!r}", "Use 'device' or 'host'")
     base = Placement((HOST,) * count, (HOST,) * count, options.window, staged=device.type == "cuda",
                      offload=inputs == HOST and options.recompute,
-                     ring=RING if options.updates_at_once else 0)  # fmt: skip
+                     ring=RING if options.updates_at_once else 0,
+                     guarded=options.guard_every is not None)  # fmt: skip
     placement, why = choose(anatomy.spec, budgets, base, choice)
     events.add("placement", str(placement), why=why,
                device_memory="no limit" if budgets.device is None else format_bytes(budgets.device),

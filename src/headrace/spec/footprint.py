@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.spec.formats import itemsize
-from headrace.spec.model import REST, ModelSpec, Unit
+from headrace.spec.model import BLOCK, REST, ModelSpec, Unit
 from headrace.spec.placement import DEVICE, DISK, HOST, Placement
 
 PAGE = 4096
@@ -35,6 +35,31 @@ def ring_bytes(spec: ModelSpec, placement: Placement) -> int:
     """One place of the ring that gradients of blocks pass through."""
     passing = [unit for unit in spec.units if unit.passes_ring and placement.state[unit.index] != DEVICE]
     return max((unit.grads.nbytes for unit in passing), default=0)
+
+
+@dataclass(frozen=True)
+class GuardBytes:
+    """What the check of blocks' gradients needs: places for the largest block."""
+
+    weights: int = 0
+    """Its weights in fp32, on the device."""
+    grads: int = 0
+    """Its gradients in fp32, on the host."""
+    stage: int = 0
+    """Its weights as the disk has them, on the host."""
+
+
+def guard_bytes(spec: ModelSpec, placement: Placement) -> GuardBytes:
+    """All 0 unless the placement is guarded."""
+    blocks = [unit for unit in spec.units if unit.kind == BLOCK and unit.trained.entries]
+    if not placement.guarded or not blocks:
+        return GuardBytes()
+    on_disk = [unit.weights.nbytes for unit in blocks if placement.home(unit.index) == DISK]
+    return GuardBytes(
+        max(unit.wide_weights.nbytes for unit in blocks),
+        max(unit.wide_trained.nbytes for unit in blocks),
+        max(on_disk, default=0),
+    )
 
 
 @dataclass(frozen=True)
@@ -91,4 +116,8 @@ def footprint(spec: ModelSpec, placement: Placement) -> Footprint:
     host["grads"] += placement.ring * round_up(ring_bytes(spec, placement))
     host["stages"] += send * placement.grad_slots  # where gradients to be added arrive
     host["stages"] += placement.update_slots * max((stage_bytes(unit, placement) for unit in units), default=0)
+    guard = guard_bytes(spec, placement)
+    if guard.weights:
+        device["guard"] = round_up(guard.weights)
+        host["guard"] = round_up(guard.grads) + round_up(guard.stage)
     return Footprint(device, host, disk)

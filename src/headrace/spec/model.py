@@ -43,6 +43,16 @@ class Unit:
         return self.trained.recast(lambda e: "float32" if self.wide_grads else e.dtype)
 
     @cached_property
+    def wide_weights(self) -> Layout:
+        """The weights in fp32, where their format is a narrower float."""
+        return self.weights.recast(lambda e: "float32" if e.dtype in ("bfloat16", "float16") else e.dtype)
+
+    @cached_property
+    def wide_trained(self) -> Layout:
+        """The trained weights' gradients in fp32."""
+        return self.trained.recast(lambda e: "float32")
+
+    @cached_property
     def parts(self) -> dict[str, tuple[int, Layout]]:
         """State by name: (byte offset in the unit's state region, layout). `low` is the master's remainder."""
         parts: dict[str, tuple[int, Layout]] = {}

@@ -25,6 +25,8 @@ class Placement:
     input_slots: int = 3
     ring: int = 0
     """Host places that the gradients of blocks pass through, when every block is updated at once. 0: each has one."""
+    guarded: bool = False
+    """Blocks' gradients are checked by fp32 copies now and then: for one block at a time there are places for them."""
 
     def home(self, unit: int) -> str:
         """The tier that holds the weights an update writes; device copies beside it are refreshed from there."""

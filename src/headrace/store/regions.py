@@ -15,7 +15,16 @@ from torch import Tensor
 from headrace.base.errors import PlanError
 from headrace.base.events import EventLog
 from headrace.base.units import format_bytes
-from headrace.spec.footprint import Footprint, footprint, needs_total, ring_bytes, round_up, stage_bytes, total_bytes
+from headrace.spec.footprint import (
+    Footprint,
+    footprint,
+    guard_bytes,
+    needs_total,
+    ring_bytes,
+    round_up,
+    stage_bytes,
+    total_bytes,
+)
 from headrace.spec.layout import Layout
 from headrace.spec.model import REST, ModelSpec, Unit
 from headrace.spec.placement import DEVICE, DISK, Placement
@@ -56,7 +65,8 @@ class Regions:
         self._extra: list[HostArena] = []
         self.places: dict[str, Tensor] = {}
         """Slots s0.., host stages h0.., gradient slots g0.., arrival stages a0.., update stages u0.., the fp32 buffer
-        `total`, the rest's gradients on the device `r`, its weights as the device has them `rest`."""
+        `total`, the rest's gradients on the device `r`, its weights as the device has them `rest`; and for the check of
+        one block `check weights`, `check grads`, and `check stage` for what comes from the disk."""
         device_parts: list[tuple[Callable[[Tensor], None], int]] = []
         host_parts: list[tuple[Callable[[Tensor], None], int]] = []
         disk_bytes = self._plan_homes(device_parts, host_parts)
@@ -105,6 +115,7 @@ class Regions:
         total = max((total_bytes(unit) for unit in sending if needs_total(unit)), default=0)
         stage = max((stage_bytes(unit, placement) for unit in spec.units), default=0)
         staged = placement.staged and any(placement.home(unit.index) == DISK for unit in streaming)
+        guard = guard_bytes(spec, placement)
         for kind, nbytes, count, parts in (
             ("s", slot, placement.slots, device_parts),
             ("g", send, placement.grad_slots, device_parts),
@@ -113,9 +124,12 @@ class Regions:
             ("a", send, placement.grad_slots, host_parts),
             ("q", ring_bytes(spec, placement), placement.ring, host_parts),
             ("u", stage, placement.update_slots, host_parts),
+            ("check weights", guard.weights, 1, device_parts),
+            ("check grads", guard.grads, 1, host_parts),
+            ("check stage", guard.stage, 1, host_parts),
         ):
             for number in range(count):
-                name = kind if kind == "total" else f"{kind}{number}"
+                name = f"{kind}{number}" if len(kind) == 1 else kind
                 parts.append((_keeper(self.places, name), nbytes))
 
     def hold(self) -> int:
@@ -177,6 +191,10 @@ class Regions:
     def home(self, unit: int, region: str) -> Tensor | None:
         """The region's memory, or None when its home is the disk."""
         return self._homes.get((unit, region))
+
+    def extent(self, unit: int, region: str) -> int | None:
+        """Where in the disk file the region begins, in bytes; None when its home is memory."""
+        return self._extents.get((unit, region))
 
     def resident(self, unit: int) -> Tensor:
         """The device memory of a unit that does not stream."""

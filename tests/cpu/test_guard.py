@@ -1,0 +1,482 @@
+"""guard_every: a block's gradient, computed again in fp32 beside the streaming path, is the one that was streamed; when
+it is not, the step is refused before anything wrong can be saved."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import against_plain
+import headrace
+from against_plain import Block, Toy, adamw, batch, hf_loss, llama, sgd, toy, toy_loss
+from headrace.base.errors import OptionError, ParityError, PlanError, StepError
+from headrace.executor import sink, stream
+from headrace.executor.actions import Actions
+from headrace.model.visit import BlockVisit
+from headrace.session.parity_guard import BF16, FP32, NORMAL, STOP, WARNING
+from headrace.spec.footprint import footprint
+from tiny_runs import assert_same, everything
+
+streamed = functools.partial(against_plain.streamed, threads=1)  # two only wait for each other where cores are shared
+
+
+def gpt2(tied: bool = True) -> Any:
+    """Drops out in every block."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=257, n_embd=48, n_layer=4, n_head=4, n_positions=64, tie_word_embeddings=tied
+    )
+    return transformers.GPT2LMHeadModel(config).train()
+
+
+def frozen() -> nn.Module:
+    """Block 1 is frozen, and a matrix of block 2."""
+    model = toy()
+    for parameter in (*model.blocks[1].parameters(), model.blocks[2].up.weight):
+        parameter.requires_grad_(False)
+    return model
+
+
+def repeated() -> nn.Module:
+    """One block stands in the stack twice."""
+    torch.manual_seed(0)
+    blocks = [Block(20, 27) for _ in range(3)]
+    return Toy([blocks[0], blocks[1], blocks[0], blocks[2]])
+
+
+def convolutions() -> nn.Module:
+    """Blocks that keep statistics of what they see."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Conv1d(7, 7, 3, padding=1), nn.BatchNorm1d(7), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(nn.Sequential(*blocks), nn.Flatten(), nn.Linear(35, 2))
+
+
+def causal(model: nn.Module, seed: int) -> Tensor:
+    return hf_loss(model, batch(3, 6 + seed % 3, seed, 257))
+
+
+def own(model: nn.Module, seed: int) -> Tensor:
+    return toy_loss(model, batch(seed=seed))
+
+
+def squares(model: nn.Module, seed: int) -> Tensor:
+    return model(torch.randn(4, 7, 5, generator=torch.Generator().manual_seed(seed))).square().mean()
+
+
+def one(model: nn.Module, loss: Callable[..., Tensor], step: int) -> None:
+    loss(model, step).backward()
+
+
+def calls(model: nn.Module, loss: Callable[..., Tensor], step: int) -> None:
+    for seed in range(3 * step, 3 * step + 3):
+        (loss(model, seed) / 3).backward()
+
+
+def window(model: nn.Module, loss: Callable[..., Tensor], step: int) -> None:
+    headrace.accumulate(lambda seed: loss(model, seed) / 3, [3 * step, 3 * step + 1, 3 * step + 2]).backward()
+
+
+EARLY = {"accumulation": 1, "on_nonfinite": "stop"}
+DISK = {"placement": {"weights": "disk", "state": "disk"}}
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], Callable[..., None], dict[str, Any]]] = {
+    "plain": (llama, causal, one, {}),
+    "kept": (llama, causal, one, {"recompute": False, "window": 2}),
+    "rows": (llama, causal, one, {"rows": 2}),
+    "window": (llama, causal, window, {}),
+    "calls": (llama, causal, calls, {}),
+    "bf16": (lambda: llama(dtype=torch.bfloat16), causal, one, {}),
+    "bf16-kept": (lambda: llama(dtype=torch.bfloat16), causal, calls, {"recompute": False}),
+    "bf16-rows": (lambda: llama(dtype=torch.bfloat16), causal, window, {"rows": 1, "max_grad_norm": 0.1}),
+    "dropout": (gpt2, causal, one, {}),
+    "dropout-rows": (gpt2, causal, window, {"rows": 1}),
+    "dropout-kept": (gpt2, causal, calls, {"recompute": False}),
+    "dropout-bf16": (lambda: gpt2().bfloat16(), causal, window, {"rows": 2}),
+    "tied": (lambda: toy(tied=True), own, one, {"overlap": False}),
+    "frozen": (frozen, own, calls, {"max_grad_norm": 0.1}),
+    "repeated": (repeated, own, one, {}),
+    "statistics": (convolutions, squares, one, {}),
+    "early": (llama, causal, one, EARLY),
+    "early-bf16": (lambda: llama(dtype=torch.bfloat16), causal, one, {**EARLY, **DISK}),
+    "early-window": (llama, causal, window, {"accumulation": 3, "on_nonfinite": "stop"}),
+    "disk": (llama, causal, calls, DISK),
+    "disk-bf16": (lambda: llama(dtype=torch.bfloat16), causal, one, DISK),
+    "device": (llama, causal, calls, {"placement": {"weights": "device", "state": "device"}}),
+    "device-bf16": (lambda: llama(dtype=torch.bfloat16), causal, one, {"placement": {"weights": "device"}}),
+    "inputs": (llama, causal, one, {"placement": {"inputs": "host"}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_clean_runs_are_normal_and_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every check is normal, trained blocks take turns, and all that the stores hold is what it is without a guard."""
+    monkeypatch.setattr(stream, "SMALLEST_STASH", 1)
+    build, loss, way, options = CASES[name]
+    found = []
+    for guard_every in (None, 1):
+        with streamed(build(), adamw, disk_dir=tmp_path, guard_every=guard_every, **options) as (model, optimizer):
+            torch.manual_seed(7)
+            for step in range(5):
+                way(model, loss, step)
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(everything(model))
+            session = headrace.session(model)
+            checks = list(session.guard.checks) if session.guard is not None else []
+            skipped = [str(event) for event in session.events if event.kind == "guard skipped"]
+    assert_same(found[1], found[0])
+    assert skipped == []
+    assert [check.step for check in checks] == [1, 2, 3, 4, 5]
+    turns = [check.block for check in checks]
+    trained = len(set(turns))
+    assert trained == (3 if name in ("frozen", "repeated", "statistics") else 4)
+    assert turns == [turns[step % trained] for step in range(5)]
+    assert max(check.error for check in checks) < (0.02 if "bf16" in name else 2e-6)
+    assert {check.level for check in checks} == {NORMAL}
+
+
+def test_under_autocast(tmp_path: Path) -> None:
+    """The streamed block computes in bf16, the check in fp32 from the 16-bit weights that stream."""
+    for option in (None, "bfloat16"):
+        with streamed(llama(), adamw, guard_every=2, autocast=option) as (model, optimizer):
+            for step in range(8):
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = causal(model, step)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            headrace.session(model).wait()
+            checks = headrace.session(model).guard.checks
+            assert [check.step for check in checks] == [2, 4, 6, 8]
+            assert all(1e-3 < check.error < 0.02 and check.level == NORMAL for check in checks)
+
+
+# -- faults ---------------------------------------------------------------------------------------------------------
+
+Plant = Callable[[pytest.MonkeyPatch, int], None]
+
+
+def wrong_weights(patch: pytest.MonkeyPatch, unit: int) -> None:
+    """Signs of some of the block's weights flip on their way into the slot."""
+    load = Actions._load
+
+    def flipped(self: Actions, op: Any, notes: Any) -> None:
+        load(self, op, notes)
+        if op.unit == unit and op.region == "weights":
+            self.regions.places[op.place][4 * 33 + 3 : 4 * 97 : 4] ^= 0x80
+
+    patch.setattr(Actions, "_load", flipped)
+
+
+def stale_weights(patch: pytest.MonkeyPatch, unit: int) -> None:
+    """The slot is given what the block's weights were before the first update."""
+    load, first = Actions._load, {}
+
+    def stale(self: Actions, op: Any, notes: Any) -> None:
+        load(self, op, notes)
+        if op.unit == unit and op.region == "weights":
+            place = self.regions.places[op.place][: self.regions.spec.units[unit].weights.nbytes]
+            place.copy_(first.setdefault(unit, place.clone()))
+
+    patch.setattr(Actions, "_load", stale)
+
+
+def flipped_gradient(patch: pytest.MonkeyPatch, unit: int) -> None:
+    """A bit of the block's gradient flips on the host."""
+    send = Actions._send
+
+    def flipped(self: Actions, op: Any, notes: Any) -> None:
+        send(self, op, notes)
+        if op.unit == unit and op.region == "grads":
+            target = op.place.split(">")[1]
+            home = self.regions.home(unit, "grads") if target == "-" else self.regions.places[target]
+            home[4 * 57 + 2] ^= 0x80  # the last bit of an exponent
+
+    patch.setattr(Actions, "_send", flipped)
+
+
+def scaled_gradient(patch: pytest.MonkeyPatch, unit: int) -> None:
+    """The block's gradients leave the sink 1 % too large."""
+    close = sink._Goal.close
+
+    def scaled(self: Any, present: list[bool]) -> Any:
+        if self._unit.index == unit:
+            for view in self.views:
+                view.mul_(1.01)
+        return close(self, present)
+
+    patch.setattr(sink._Goal, "close", scaled)
+
+
+def other_masks(patch: pytest.MonkeyPatch, unit: int) -> None:
+    """The recompute draws other random numbers than the forward."""
+    graph = BlockVisit._graph
+
+    def redrawn(self: BlockVisit, call: Any, slice_: Any, *others: Any) -> Any:
+        if self.block.unit != unit:
+            return graph(self, call, slice_, *others)
+        state = torch.get_rng_state()
+        torch.manual_seed(99)
+        there = slice_.surroundings
+        right, there.random = there.random, type(there.random).now(torch.device("cpu"))
+        torch.set_rng_state(state)
+        try:
+            return graph(self, call, slice_, *others)
+        finally:
+            there.random = right
+
+    patch.setattr(BlockVisit, "_graph", redrawn)
+
+
+def lost_rows(patch: pytest.MonkeyPatch, unit: int) -> None:
+    """The backward leaves the last slice of rows out."""
+    backward = BlockVisit._backward_call
+
+    def lost(self: BlockVisit, call: Any, *others: Any) -> Any:
+        slices = call.slices
+        call.slices = slices[:-1] if self.block.unit == unit else slices
+        try:
+            return backward(self, call, *others)
+        finally:
+            call.slices = slices
+
+    patch.setattr(BlockVisit, "_backward_call", lost)
+
+
+FAULTS: dict[str, tuple[Plant, Callable[[], nn.Module], dict[str, Any]]] = {
+    "wrong weights": (wrong_weights, llama, {}),
+    "wrong weights, kept": (wrong_weights, llama, {"recompute": False}),
+    "stale weights": (stale_weights, llama, {}),
+    "flipped gradient": (flipped_gradient, llama, {}),
+    "flipped gradient, inline": (flipped_gradient, llama, {"overlap": False}),
+    "flipped gradient, early": (flipped_gradient, llama, EARLY),
+    "flipped gradient, early inline": (flipped_gradient, llama, {**EARLY, "overlap": False}),
+    "scaled gradient": (scaled_gradient, llama, {}),
+    "scaled gradient, device": (scaled_gradient, llama, {"placement": {"weights": "device", "state": "device"}}),
+    "other masks": (other_masks, gpt2, {}),
+    "lost rows": (lost_rows, llama, {"rows": 1}),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_caught_at_the_guards_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named by tensor, before a checkpoint can hold it; an earlier checkpoint goes on."""
+    plant, build, options = FAULTS[name]
+    with streamed(build(), sgd, guard_every=2, **options) as (model, optimizer):
+        session = headrace.session(model)
+        unit = next(u.index for u in session.spec.units if u.name.endswith(".2"))
+        for step in range(4):  # blocks 0 and 1 are checked, and right
+            train_plainly(model, optimizer, step)
+        session.save(tmp_path / "good")
+        with monkeypatch.context() as patch:
+            plant(patch, unit)
+            train_plainly(model, optimizer, 4)
+            session.save(tmp_path / "unnoticed")  # no check has seen it yet
+            with pytest.raises(ParityError, match=r"step 6: the gradient of \S+\.2\.\S+ is not what the block gives"):
+                train_to_the_end(model, optimizer, 5)
+            assert [check.level for check in session.guard.checks] == [NORMAL, NORMAL, STOP]
+            assert session.guard.checks[-1].error > FP32.warning
+            assert any(event.kind == "guard stop" for event in session.events)
+            with pytest.raises(StepError, match="is not what the block gives"):
+                session.save(tmp_path / "bad")
+            assert not (tmp_path / "bad").exists()
+            with pytest.raises((ParityError, StepError)):
+                train_to_the_end(model, optimizer, 6)
+        session.restore(tmp_path / "good")
+        assert session.broken is None
+        for step in range(4, 8):
+            train_plainly(model, optimizer, step)
+        session.save(tmp_path / "again")
+        assert [check.step for check in session.guard.checks] == [2, 4, 6, 6, 8]
+        assert session.guard.checks[-1].level == NORMAL
+        ours = everything(model)
+    if name.startswith("flipped"):
+        with streamed(build(), sgd, **options) as (model, optimizer):
+            for step in range(8):
+                train_plainly(model, optimizer, step)
+            assert_same(ours, everything(model))
+
+
+def train_plainly(model: nn.Module, optimizer: Any, step: int) -> None:
+    causal(model, step).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train_to_the_end(model: nn.Module, optimizer: Any, step: int) -> None:
+    """Until its updates are done too."""
+    train_plainly(model, optimizer, step)
+    headrace.session(model).wait()
+
+
+def test_a_fault_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding is normal, a small fault a warning, and what trains wrong stops."""
+    factor = [1.15]
+    close = sink._Goal.close
+
+    def scaled(self: Any, present: list[bool]) -> Any:
+        if self._unit.kind == "block":
+            for view in self.views:
+                view.mul_(factor[0])
+        return close(self, present)
+
+    monkeypatch.setattr(sink._Goal, "close", scaled)
+    with streamed(llama(dtype=torch.bfloat16), sgd, guard_every=1, overlap=False) as (model, optimizer):
+        guard = headrace.session(model).guard
+        train_plainly(model, optimizer, 0)
+        assert guard.checks[-1].level == WARNING and guard.checks[-1].error == pytest.approx(0.15, rel=0.05)
+        factor[0] = 2.0
+        with pytest.raises(ParityError, match=f"above {BF16.warning}"):
+            train_plainly(model, optimizer, 1)
+
+
+def test_a_gradient_that_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Infinite in fp32 too: the step is skipped as ever. Infinite only in what was streamed: it stops."""
+    with streamed(llama(), sgd, guard_every=1, overlap=False) as (model, optimizer):
+        session = headrace.session(model)
+        (causal(model, 0) * float("inf")).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        kinds = [event.kind for event in session.events]
+        assert "guard skipped" in kinds and "skip" in kinds
+        train_plainly(model, optimizer, 1)
+        assert session.guard.checks[-1].level == NORMAL
+        unit = next(u.index for u in session.spec.units if u.name == "model.layers.2")
+        send = Actions._send
+
+        def broken(self: Actions, op: Any, notes: Any) -> None:
+            send(self, op, notes)
+            if op.unit == unit:
+                self.regions.home(unit, "grads")[:4].view(torch.float32).fill_(float("nan"))
+
+        monkeypatch.setattr(Actions, "_send", broken)
+        with pytest.raises(ParityError, match="relative error inf"):
+            train_plainly(model, optimizer, 2)
+
+
+# -- what may happen between backward and step ----------------------------------------------------------------------
+
+
+def test_gradients_that_the_user_changes_are_not_compared() -> None:
+    """Replaced, dropped or masked by a hook: no false alarm; the tensors beside them are compared still."""
+    base = llama()
+    with streamed(base, sgd, guard_every=1, overlap=False) as (model, optimizer):
+        session = headrace.session(model)
+        causal(model, 0).backward()
+        session.set_gradient("model.layers.0.mlp.up_proj.weight", torch.ones(172, 64))
+        model.model.layers[0].mlp.down_proj.weight.grad = None
+        model.model.layers[0].mlp.gate_proj.weight.grad = torch.ones(172, 64)
+        optimizer.step()
+        optimizer.zero_grad()
+        event = next(event for event in session.events if event.kind == "guard")
+        assert event.numbers["left_out"] == 3 and event.numbers["level"] == NORMAL
+    masked = copy.deepcopy(base)
+    with streamed(masked, sgd, guard_every=1, overlap=False) as (model, optimizer):
+        weight = model.model.layers[0].mlp.up_proj.weight
+        weight.register_hook(lambda grad: grad * 0.5)
+        train_plainly(model, optimizer, 0)
+        assert headrace.session(model).guard.checks[-1].error < 1e-6
+
+
+def test_gradients_that_are_dropped() -> None:
+    """After zero_grad without a step the same step begins anew; a step without the block's backward says so."""
+    with streamed(toy(), sgd, guard_every=1) as (model, optimizer):
+        session = headrace.session(model)
+        own(model, 0).backward()
+        optimizer.zero_grad()
+        own(model, 1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        x = model.embed(batch())
+        model.head(model.norm(model.blocks[0](x))).sum().backward()  # step 2 checks block 1
+        optimizer.step()
+        session.wait()
+        assert [(check.step, check.block) for check in session.guard.checks] == [(1, "blocks.0")]
+        torch.autograd.grad(own(model, 2), [model.norm.weight])  # gives no weight of a block a gradient
+        own(model, 3).backward()
+        optimizer.step()
+        session.wait()
+        assert session.guard.checks[-1].block == "blocks.2" and session.guard.checks[-1].level == NORMAL
+
+
+def test_a_block_that_fp32_does_not_suit() -> None:
+    """It is said, and training goes on."""
+
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8).bfloat16())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.bfloat16() @ self.weight
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(Halves(), Halves(), Halves()), nn.Linear(8, 2).bfloat16())
+    with streamed(model, sgd, guard_every=1, overlap=False) as (wrapped, optimizer):
+        for _ in range(2):
+            wrapped(torch.randn(4, 8).bfloat16()).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        told = [str(event) for event in headrace.session(wrapped).events if event.kind == "guard skipped"]
+        assert len(told) == 2 and all("was not checked: RuntimeError" in text for text in told)
+        assert headrace.session(wrapped).steps == 2
+
+
+def test_all_frozen_blocks() -> None:
+    model = toy()
+    model.blocks.requires_grad_(False)
+    with streamed(model, sgd, guard_every=1) as (wrapped, optimizer):
+        train_with(wrapped, optimizer)
+        assert any("no block has trained weights" in str(event) for event in headrace.session(wrapped).events)
+
+
+def train_with(model: nn.Module, optimizer: Any) -> None:
+    own(model, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# -- memory and options ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_its_memory_is_planned(dtype: torch.dtype, tmp_path: Path) -> None:
+    """The budget that fits without a guard does not fit with one; the number in the error does."""
+    options: dict[str, Any] = {"placement": {"weights": "disk", "state": "disk"}, "disk_dir": tmp_path}
+    with streamed(llama(dtype=dtype), sgd, **options) as (model, _):
+        session = headrace.session(model)
+        plain = footprint(session.spec, session.placement)
+        block = next(u for u in session.spec.units if u.kind == "block")
+        report = headrace.memory_report(model)
+        assert "guard" not in report["device"]
+    with (
+        pytest.raises(PlanError) as caught,
+        streamed(llama(dtype=dtype), sgd, guard_every=5, device_memory=plain.device_bytes, **options),
+    ):
+        pass
+    needed = int(str(caught.value).split("device_memory that works is")[1].split("(")[1].split(" bytes")[0])
+    numbers = sum(entry.padded for entry in block.weights.entries)
+    assert needed == plain.device_bytes + -(-numbers * 4 // 4096) * 4096
+    with streamed(llama(dtype=dtype), sgd, guard_every=5, device_memory=needed, **options) as (model, _):
+        report = headrace.memory_report(model)
+        assert report["device"]["guard"] == needed - plain.device_bytes
+        stage = -(-numbers * dtype.itemsize // 4096) * 4096
+        assert report["host"]["guard"] == needed - plain.device_bytes + stage
+        regions = headrace.session(model)._stream.regions
+        assert regions.allocated.device_bytes == regions.device_arena.nbytes
+        assert regions.allocated.host_bytes == regions.host_arena.nbytes
+
+
+def test_the_option() -> None:
+    for wrong in (0, -1, True, "often", 2.5):
+        with pytest.raises(OptionError, match="guard_every must be a whole number of at least 1 or None"):
+            headrace.wrap(toy(), device="cpu", guard_every=wrong)
+    with streamed(toy(), sgd) as (model, _):
+        assert headrace.session(model).guard is None
