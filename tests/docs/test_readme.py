@@ -1,7 +1,7 @@
 """README.md runs: every command and every piece of Python in it, on a tiny model in a folder of its own.
 
-The README speaks of a folder `my-model`, a file `rows.jsonl`, a file `run.yaml`, a `loader` and a dataset `rows`; they
-are made here.
+The README speaks of a folder `my-model`, a `loader` and a dataset `rows`, which are made here; `rows.jsonl` and
+`run.yaml` are what it shows.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from headrace.cli.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -41,7 +43,7 @@ def save_model(folder: Path) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(), hidden_size=64, intermediate_size=172, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, eos_token_id=0, bos_token_id=0,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, eos_token_id=0, bos_token_id=0,
     )  # fmt: skip
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
@@ -51,13 +53,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the README's reader has: a model, rows, a configuration."""
     folder = tmp_path_factory.mktemp("readme")
     save_model(folder / "my-model")
-    rows = [{"text": TEXT}, {"prompt": "Who turns the wheel?", "completion": " The water."}] * 4
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "run.yaml").write_text(
-        "model: my-model\ndata: [rows.jsonl]\noutput: from-file\nsteps: 2\nsequence_length: 64\n"
-        "device: cpu\ndevice_memory: 256MiB\n"
-    )
+    (folder / "rows.jsonl").write_text(block_of("json") * 8)
+    (folder / "run.yaml").write_text(block_of("yaml"))
     return folder
+
+
+def block_of(kind: str) -> str:
+    """The README's only block of a kind."""
+    (block,) = re.findall(rf"^```{kind}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    return str(block)
 
 
 def run_command(command: str, folder: Path) -> str:
@@ -103,6 +107,25 @@ def test_commands_run(folder: Path) -> None:
     assert (folder / "run" / "model.safetensors").exists() or list((folder / "run").glob("*.safetensors"))
     assert (folder / "from-file" / "config.json").exists()
     assert "--device-memory" in printed["headrace train --help"]
+    assert "schedule  (linear | cosine | constant; default linear)" in printed["headrace train --list"]
+
+
+def test_configuration_and_rows_that_are_shown_are_used(folder: Path) -> None:
+    """Each option of the run.yaml is in force, and the run leaves a model and checkpoints."""
+    import yaml
+
+    given = yaml.safe_load(block_of("yaml"))
+    printed = run_command("headrace train --config run.yaml --resume --output again", folder)
+    used = yaml.safe_load((folder / "again" / "run.yaml").read_text())
+    assert {*given} <= {*used}
+    for name in ("steps", "batch", "accumulation", "sequence_length", "schedule", "warmup", "validation", "save_every"):
+        assert used[name] == given[name] != RunConfig.model_fields[name].default, name
+        assert f"  {name}: {given[name]}  (run.yaml:" in printed
+    kinds = [set(json.loads(line)) for line in block_of("json").splitlines()]
+    assert kinds == [{"text"}, {"prompt", "completion"}]
+    assert "validation loss" in printed
+    assert (folder / "again" / "config.json").exists()
+    assert (folder / "again" / "checkpoints" / "step-20").is_dir()
 
 
 def test_pip_install_brings_the_whole_package(folder: Path) -> None:
