@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import re
 from pathlib import Path
@@ -35,8 +36,8 @@ from made_specs import PAIRS
 @pytest.mark.parametrize(
     "given, said",
     [
-        ({"windw": 3}, "unknown option 'windw'; did you mean 'window'?"),
-        ({"max_norm": 1.0}, "unknown option 'max_norm'; did you mean 'max_grad_norm'?"),
+        ({"windw": 3}, "unknown option 'windw' (nearest: 'window')"),
+        ({"max_norm": 1.0}, "unknown option 'max_norm' (nearest: 'max_grad_norm')"),
         ({"xyzzy": 1}, "unknown option 'xyzzy'"),
         ({"window": 0}, "window must be a whole number of at least 1, got 0"),
         ({"window": True}, "window must be a whole number of at least 1, got True"),
@@ -58,8 +59,8 @@ from made_specs import PAIRS
         ({"device": 3}, 'device must be "cuda", "cuda:1", "cpu" or None, got 3'),
         ({"device": "tpu"}, "device is unknown. got 'tpu'"),
         ({"device": "meta"}, "device is not supported. got 'meta'"),
-        ({"device_memory": "8 gallons"}, "device_memory is not a size. got '8 gallons'"),
-        ({"host_memory": -5}, "host_memory is not a size. got -5"),
+        ({"device_memory": "8 gallons"}, "device_memory is not a size, got '8 gallons'"),
+        ({"host_memory": -5}, "host_memory is not a size, got -5"),
         ({"placement": 3}, "placement must be"),
         ({"placement": {"inputs": "disk"}}, "placement of inputs is unknown. got 'disk'"),
         ({"placement": {"moments": "disk"}}, "placement has an unknown region 'moments'"),
@@ -109,6 +110,27 @@ def test_explicit_values_are_in_force() -> None:
     report = headrace.memory_report(ours)
     assert report["device"]["budget"] == 1 << 30
     session.close()
+
+
+@pytest.mark.parametrize("lr, said", [(None, "no optimizer and no lr were given"), (3e-4, "no optimizer was given")])
+def test_an_optimizer_that_was_not_given_is_told_with_its_rate(lr: float | None, said: str) -> None:
+    with streamed(toy(), lambda model: None, **({} if lr is None else {"lr": lr})) as (ours, optimizer):
+        (event,) = [event for event in headrace.session(ours).events if event.kind == "optimizer"]
+        assert event.text.startswith(said)
+        assert event.numbers["lr"] == optimizer.param_groups[0]["lr"] == (1e-5 if lr is None else lr)
+        assert event.numbers["weight_decay"] == optimizer.param_groups[0]["weight_decay"]
+    with streamed(toy(), sgd) as (ours, _):
+        assert [event for event in headrace.session(ours).events if event.kind == "optimizer"] == []
+
+
+def test_help_of_wrap_lists_every_option_with_its_default() -> None:
+    """help(headrace.wrap) is what people read; the signature only says **given."""
+    text = inspect.getdoc(headrace.wrap) or ""
+    listed = re.findall(r"^  (\w+)=(\S+) +\S", text, re.MULTILINE)
+    assert dict(listed) == {
+        field.name: f'"{field.default}"' if isinstance(field.default, str) else repr(field.default)
+        for field in option_room.fields(Options)
+    }
 
 
 def test_lr_of_zero_is_a_rate() -> None:

@@ -22,8 +22,8 @@ class HeadraceError(RuntimeError):
 
     def __init__(self, what: str, numbers: str = "", advice: str = "") -> None:
         self.what, self.numbers, self.advice = what, numbers, advice
-        parts = [part.strip().rstrip(".") + "." for part in (what, numbers, advice) if part.strip()]
-        super().__init__(" ".join(parts))
+        parts = [part.strip() for part in (what, numbers, advice) if part.strip()]
+        super().__init__(" ".join(part if part.endswith((".", "?", "!")) else f"{part}." for part in parts))
 
 
 class OptionError(HeadraceError, ValueError):

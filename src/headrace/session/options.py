@@ -60,7 +60,7 @@ class Options:
     """Check the device's peak against the budget with the first batch, before anything is trained."""
     autocast: str | None = None
     """"bfloat16": an fp32 model is trained under bf16 autocast; its linear weights stream in 16 bits, masters stay
-    fp32."""
+    fp32. Called without autocast, it computes in fp32 with these weights (for GPUs without bf16 arithmetic)."""
     compile: bool = False
     """torch.compile each block's forward, once for all equal blocks. Needs a compiler that torch finds; eager and an
     event otherwise. Sums are rounded in another order than without."""
@@ -92,13 +92,15 @@ def check(given: dict[str, Any]) -> Options:
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f" (nearest: {near[0]!r})" if near else ""
             faults.append(f"unknown option {name!r}{hint}")
     options = Options(**{name: value for name, value in given.items() if name in known})
     faults += [fault for name in known if (fault := _fault(name, getattr(options, name)))]
     if faults:
         raise OptionError(
-            "; ".join(faults), f"{len(faults)} faults in {len(given)} options given", f"Options: {', '.join(known)}"
+            "; ".join(faults),
+            f"{len(faults)} mistake{'s' * (len(faults) != 1)} in {len(given)} options given",
+            f"Options: {', '.join(known)}",
         )
     return options
 
@@ -122,7 +124,7 @@ def _fault(name: str, value: Any) -> str | None:
     if name == "device" and not (value is None or isinstance(value, str) or type(value).__name__ == "device"):
         return f'device must be "cuda", "cuda:1", "cpu" or None, got {value!r}'
     if name == "placement" and value != "auto" and not isinstance(value, dict):
-        return f'placement must be "auto" or a dict of "weights" and "state", got {value!r}'
+        return f'placement must be "auto" or of the form {{"weights": "host", "state": "disk"}}, got {value!r}'
     if name in ("device_memory", "host_memory") and value is not None:
         return _caught(lambda: parse_bytes(value, name))
     return _folder_fault(value) if name == "disk_dir" and value is not None else None
@@ -148,5 +150,5 @@ def _caught(action: Callable[[], Any]) -> str | None:
     try:
         action()
     except OptionError as error:
-        return str(error)
+        return f'{error.what}, {error.numbers} (use bytes or text such as "8GiB")'
     return None

@@ -23,6 +23,7 @@ from headrace.executor.trial import Trial
 from headrace.model.units import Anatomy
 from headrace.optim.rules import Rule
 from headrace.plan.place import Budgets
+from headrace.plan.summary import counted
 from headrace.schedule import build
 from headrace.schedule.op import Program
 from headrace.session.gradients import Gradients
@@ -299,7 +300,8 @@ class Session:
             raise StepError(self.broken, f"{self.steps} steps were begun",
                             "Call restore(folder) with an earlier checkpoint; this memory is not saved")  # fmt: skip
         if self._stream.held:
-            self.events.add("checkpoint", "gradients that no step has used are not saved", units=len(self._stream.held))
+            held = counted(self.spec.units[unit] for unit in self._stream.held)
+            self.events.add("checkpoint", "gradients that no step has used are not saved", of=held)
         save_state(folder, self)
 
     def restore(self, folder: str | Path) -> None:

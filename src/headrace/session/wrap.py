@@ -28,6 +28,7 @@ from headrace.optim import front
 from headrace.optim.ledger import Ledger
 from headrace.optim.rules import Rule, rule_of
 from headrace.plan.place import Budgets, choose
+from headrace.plan.summary import summary
 from headrace.schedule import build
 from headrace.schedule.build import ROWS, Visit
 from headrace.session import options as option_room
@@ -44,14 +45,42 @@ RING = 3
 """Host places for gradients when updates follow each block's backward at once: one arrives, one is used, one waits."""
 MARGIN = 0.9
 """Share of free memory that a default budget takes."""
+DEFAULT_RATE = 1e-5
+"""Learning rate of the AdamW that is made when neither an optimizer nor lr is given."""
 
 
 def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **given: Any) -> tuple[nn.Module, Any]:
     """Stream `model`: the same object afterwards trains in less memory than it needs, with plain training's numbers.
 
-    `optimizer`: torch.optim.AdamW, Adam or SGD over its parameters; None: AdamW with `lr`. Options: see
-    headrace.session.options.Options. Returns (model, optimizer). Raises OptionError, ModelError, OptimizerError or
-    PlanError; then nothing is changed.
+    Returns (model, optimizer); the training loop stays as it was. `optimizer`: torch.optim.AdamW, Adam or SGD over the
+    model's parameters; None makes an AdamW with `lr` and torch's other defaults. Options, with their defaults (more on
+    each stands in session/options.py):
+
+      device=None            where blocks compute: "cuda", "cuda:1" or "cpu"; the GPU if there is one
+      device_memory=None     most device memory to use, in bytes or as "8GiB"; 90 % of what is free, on the CPU no limit
+      host_memory=None       most RAM to use; 90 % of what is available
+      disk_dir=None          folder on a fast disk for weights and optimizer state that RAM does not hold
+      placement="auto"       or {"weights": tier, "state": tier}: "device", "host" or "disk", also block by block
+      window=3               blocks whose weights are on the device at a time
+      rows=None              rows of the batch that pass through a block at once; all of them
+      recompute=True         recompute a block's activations in the backward instead of keeping them
+      accumulation=None      backward calls per step, when fixed: updates may then begin inside the last of them
+      max_grad_norm=None     clip the global norm of all gradients to this; no clipping
+      moments="float32"      format of the optimizer's moments; "bfloat16" halves them
+      overlap=True           copies, disk and updates run beside the compute; False: one after the other
+      threads=None           threads of the update on the host; the CPUs that this process may use
+      on_nonfinite="skip"    an infinite or NaN gradient: "skip" the step, or "stop" with an error
+      lr=None                learning rate of the AdamW made here; 1e-5, which an event tells
+      seed=None              torch.manual_seed at the start, for what the training draws
+      verbose=False          log events (every decision, with its numbers) as warnings, so that they show
+      check_memory=True      check the device's peak against its budget with the first batch, before any update
+      autocast=None          "bfloat16": an fp32 model is trained under bf16 autocast and streams in 16 bits
+      compile=False          torch.compile the forward of the blocks, once for all equal ones
+      guard_every=None       steps between checks of one block's gradient against one computed again in fp32
+      blocks=None            the blocks, where they are not found: names of lists, or the modules
+      debug=False            freed weights read NaN
+
+    Raises OptionError, ModelError, OptimizerError or PlanError; then nothing is changed.
     """
     options = option_room.check(given)
     present = getattr(model, "_headrace_session", None)
@@ -64,7 +93,7 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **giv
     if options.seed is not None:
         torch.manual_seed(options.seed)
     device = _device(options)
-    optimizer = _optimizer(model, optimizer, options)
+    optimizer = _optimizer(model, optimizer, options, events)
     rule = rule_of(optimizer)
     anatomy = _anatomy(model, optimizer, rule, options, events)
     anatomy.spec = _summed(anatomy, events)
@@ -101,13 +130,19 @@ def _device(options: Options) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Options) -> torch.optim.Optimizer:
+def _optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Options, events: EventLog
+) -> torch.optim.Optimizer:
     trained = [p for p in model.parameters() if p.requires_grad]
     if optimizer is None:
         if not trained:
             frozen = f"all {sum(1 for _ in model.parameters())} are frozen"
             raise ModelError("the model has no parameter that requires a gradient", frozen, "Unfreeze some")
-        return torch.optim.AdamW(trained, lr=1e-5 if options.lr is None else options.lr)
+        made = torch.optim.AdamW(trained, lr=DEFAULT_RATE if options.lr is None else options.lr)
+        lacking = "no optimizer and no lr were" if options.lr is None else "no optimizer was"
+        values = {name: made.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")}
+        events.add("optimizer", f"{lacking} given: torch.optim.AdamW over all trained parameters", **values)
+        return made
     if options.lr is not None:
         raise OptionError("lr is given beside an optimizer", f"lr={options.lr}", "Set lr in the optimizer")
     own = {id(p) for p in model.parameters()}
@@ -145,7 +180,7 @@ def _anatomy(
     events.add("blocks", "; ".join(map(str, stacks)))
     if options.accumulation is not None and not options.updates_at_once:
         why = "max_grad_norm needs all gradients" if options.max_grad_norm is not None else "on_nonfinite is 'skip'"
-        events.add("accumulation", f"updates wait for step(): {why}; accumulation changes nothing")
+        events.add("accumulation", f"updates begin at step() and not inside the backward: {why}")
     state = rule.state(options.moments)
     narrow = _narrow(model, groups) if options.autocast else frozenset()
     return divide(model, stacks, groups, state, narrow, events)
@@ -180,7 +215,7 @@ def _place(anatomy: Anatomy, options: Options, budgets: Budgets, device: torch.d
                      ring=RING if options.updates_at_once else 0,
                      guarded=options.guard_every is not None)  # fmt: skip
     placement, why = choose(anatomy.spec, budgets, base, choice)
-    events.add("placement", str(placement), why=why,
+    events.add("placement", summary(anatomy.spec, placement), why=why,
                device_memory="no limit" if budgets.device is None else format_bytes(budgets.device),
                host_memory=format_bytes(budgets.host))  # fmt: skip
     return placement
