@@ -63,8 +63,8 @@ class RunConfig(BaseModel):
     sequence_length: Annotated[int, Field(ge=2)] | None = None
     """Longest row, in tokens; 1024 unless given, or the model's positions where those are fewer."""
     packing: bool | Literal["joined"] = "joined"
-    """Fill rows of sequence_length. true: with several documents, pairs and conversations, which do not see each
-    other; "joined": with text documents, an end token between them, which do; false: one of them a row."""
+    """Whether short ones share a row of sequence_length. true: documents, pairs and conversations do, and do not see
+    each other; "joined": text documents alone do, an end token between them, and see each other; false: none do."""
     chat_template: str | None = None
     """Jinja file that conversations are written with, and saved with the model; the tokenizer's own unless given."""
     long_rows: Literal["refuse", "drop", "cut"] = "refuse"

@@ -9,8 +9,8 @@ from headrace.cli.flags import METAVARS
 
 # Where an option takes more than its type says: sizes as text, a fraction or paths, a nested mapping.
 _KINDS = {
-    "data": "list of PATH", "log": "FILE", "placement": "auto | {weights: TIER, state: TIER}",
-    "validation": "FRACTION | list of PATH",
+    "chat_template": "FILE", "data": "list of PATH|ID", "log": "FILE",
+    "placement": "auto | {weights: TIER, state: TIER}", "validation": "FRACTION | list of PATH",
 }  # fmt: skip
 _TYPES = {"string": "TEXT", "boolean": "true | false", "integer": "whole number", "number": "number", "null": "null"}
 
