@@ -155,7 +155,8 @@ class NoBf16:
 
 
 def test_cards_without_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Report 63: bf16=True trains an fp32 model in fp32 there, and says so; a bf16 model is refused with advice."""
+    """Report 63: bf16=True stores an fp32 model's linear weights in bf16 there, computes in fp32, and says so; a bf16
+    model is refused with advice."""
     from headrace.integrations import trainer_arguments
 
     monkeypatch.setattr(trainer_arguments, "computes_bf16", lambda device: False)
@@ -163,8 +164,10 @@ def test_cards_without_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     exact.train()
     made = trainer(HeadraceTrainer, llama(2), tmp_path / "bf16", max_steps=2, bf16=True)
     made.train()
-    assert_same_run(made, exact)
-    assert made.session.options.autocast is None
+    got, want = ([log["loss"] for log in run.state.log_history if "loss" in log] for run in (made, exact))
+    assert got == pytest.approx(want, rel=1e-3) and got != want
+    assert not made._setup.autocast and made.session.options.autocast == "bfloat16"
+    assert any("stored in bf16, and compute in fp32" in str(event) for event in made.session.events)
     assert any("does not compute in bf16" in str(event) for event in made.session.events)
     with pytest.raises(OptionError, match="load the model in float32"):
         trainer(HeadraceTrainer, llama(2, torch.bfloat16), tmp_path)
@@ -212,12 +215,8 @@ def test_a_wrapped_model_that_does_something_else_is_refused(tmp_path: Path) -> 
         HeadraceTrainer(model, arguments(tmp_path), train_dataset=rows(), data_collator=collate, headrace={"rows": 1},
                         optimizers=(other, None))  # fmt: skip
     text = str(caught.value)
-    assert (
-        "max_grad_norm=0.25" in text
-        and "say 1.0" in text
-        and "came too late" in text
-        and "not the one that headrace.wrap" in text
-    )
+    assert "max_grad_norm=0.25" in text and "say 1.0" in text
+    assert "came too late" in text and "optimizers=(optimizer, None)" in text
 
 
 def test_defaults_of_transformers_are_accepted(tmp_path: Path) -> None:

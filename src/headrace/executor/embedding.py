@@ -15,7 +15,7 @@ from headrace.executor.passes import Pass
 from headrace.executor.stream import Stream
 from headrace.executor.window import meet
 from headrace.model.anchor import Anchor
-from headrace.model.parked import lease, repark
+from headrace.model.parked import leased
 from headrace.model.surroundings import Autocast
 from headrace.schedule.build import ROWS
 from headrace.spec.placement import DEVICE, DISK
@@ -152,12 +152,10 @@ def _run(taken: TakenEmbedding, rows: Rows, weight: Tensor, positions: Tensor) -
     """The module's own forward, on a weight of only the used rows."""
     module = taken.module
     padding, module.padding_idx = module.padding_idx, rows.padding
-    lease(taken.weight, weight)
     try:
-        with rows.autocast():
+        with leased([taken.weight], [weight]), rows.autocast():
             return taken.original(positions)
     finally:
-        repark(taken.weight)
         module.padding_idx = padding
 
 
@@ -199,13 +197,12 @@ class _Embed(torch.autograd.Function):
 def _backward_one(taken: TakenEmbedding, rows: Rows, weight: Tensor, positions: Tensor, grad: Tensor) -> None:
     parameter = taken.weight
     padding = taken.module.padding_idx
-    lease(parameter, weight)
     taken.module.padding_idx = rows.padding
-    parameter.grad = None
     try:
-        with torch.enable_grad(), rows.autocast():
-            out = taken.original(positions)
-        torch.autograd.backward([out], [grad], inputs=[parameter])
+        with leased([parameter], [weight]):
+            parameter.grad = None
+            with torch.enable_grad(), rows.autocast():
+                out = taken.original(positions)
+            torch.autograd.backward([out], [grad], inputs=[parameter])
     finally:
         taken.module.padding_idx = padding
-        repark(parameter)

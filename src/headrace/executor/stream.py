@@ -26,8 +26,9 @@ from headrace.executor.inputs import InputStore, SavedInput
 from headrace.executor.passes import Pass, Saved, ShiftedInputs, frozen
 from headrace.executor.root import Roots
 from headrace.executor.sink import Sink
-from headrace.model.parked import lease, own_weights_only, repark
-from headrace.model.visit import BlockVisit
+from headrace.model.parked import leased, own_weights_only
+from headrace.model.surroundings import Autocast
+from headrace.model.visit import Block, BlockVisit
 from headrace.schedule import build
 from headrace.schedule.build import ROWS, Visit
 from headrace.schedule.op import Program
@@ -110,7 +111,7 @@ class Stream:
             entered = self.backward(visit.saved.pass_, visit.number)
         else:
             entered = self.forward(block.unit, BLOCK, True, visit.needs_grad)
-        with entered as region, self.pointed(block.unit, block.parameters, region), own_weights_only(block.name):
+        with entered as region, self.pointed(block, region, visit.autocast), own_weights_only(block.name):
             if backward and not self.weights_wanted:
                 visit.weights_wanted = False
                 with self.sink.ignoring():
@@ -128,17 +129,12 @@ class Stream:
                 self.current.micro_batches = max(self.current.micro_batches, len(visit.calls))
                 yield
 
-    @contextlib.contextmanager
-    def pointed(self, unit: int, parameters: Sequence[Any], region: Tensor) -> Iterator[None]:
-        """The unit's parameters, in layout order, point into `region` inside."""
-        views = typed(region, self.spec.units[unit].weights)
-        try:
-            for parameter, view in zip(parameters, views, strict=True):
-                lease(parameter, view)
-            yield
-        finally:
-            for parameter in parameters:
-                repark(parameter)
+    def pointed(self, block: Block, region: Tensor, autocast: Autocast) -> contextlib.AbstractContextManager[None]:
+        """The block's parameters point into `region` inside; widened if they stream in 16 bits for autocast, without it."""
+        views = typed(region, self.spec.units[block.unit].weights)
+        if not autocast.enabled:
+            views = [view.to(parameter.dtype) for view, parameter in zip(views, block.parameters, strict=True)]
+        return leased(block.parameters, views)
 
     def stash(self, visit: BlockVisit, tensors: Sequence[Tensor]) -> list[Tensor | None]:
         pass_: Pass = visit.saved.pass_

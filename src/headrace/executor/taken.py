@@ -102,13 +102,10 @@ class TakenBlock(Taken):
     def _run_all(self, calls: list[tuple[contextvars.Context, tuple[Any, ...], dict[str, Any], Autocast]]) -> list[Any]:
         """Without gradients: the original forward of each call, in its thread's context, on one load."""
         stream, block = self.stream, self.block
-        with (
-            stream.forward(block.unit, BLOCK, False, False) as region,
-            stream.pointed(block.unit, block.parameters, region),
-        ):
+        with stream.forward(block.unit, BLOCK, False, False) as region:
             results = []
             for context, args, kwargs, autocast in calls:
-                with autocast():
+                with stream.pointed(block, region, autocast), autocast():
                     results.append(context.run(block.original, *args, **kwargs))
             return results
 

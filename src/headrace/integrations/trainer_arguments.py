@@ -61,10 +61,11 @@ def set_up(args: Any, model: nn.Module | None, given: Mapping[str, Any], own_opt
     autocast = args.mixed_precision == "bf16"
     if autocast and not computes_bf16(args.device):
         autocast = False
-        notes.append(("precision", f"{args.device} does not compute in bf16: the fp32 model trains in fp32 instead"))
+        text = f"{args.device} does not compute in bf16: linear weights are stored in bf16, and compute in fp32"
+        notes.append(("precision", text))
     options = {**given, "device": str(args.device), "max_grad_norm": args.max_grad_norm or None}
-    if autocast:
-        options["autocast"] = "bfloat16"
+    if args.mixed_precision == "bf16":
+        options["autocast"] = "bfloat16"  # without autocast around it, weights are widened where they are used
     if args.torch_compile:
         options["compile"] = True
     if options["max_grad_norm"] is None and given.get("on_nonfinite") == "stop":
@@ -173,7 +174,7 @@ def _refused_model(args: Any, model: nn.Module) -> Iterator[str]:
     if args.bf16_full_eval and dtypes != {torch.bfloat16}:
         yield "bf16_full_eval=True would round the weights that are trained: use bf16=True, or load the model in bf16"
     if torch.bfloat16 in dtypes and not computes_bf16(args.device):
-        yield f"{args.device} does not compute in bf16: load the model in float32"
+        yield f"{args.device} does not compute in bf16: load the model in float32, and bf16=True stores it in bf16"
 
 
 def checkpointing(args: Any) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -293,16 +293,18 @@ def unpark(parameter: nn.Parameter) -> None:
         parameter.__class__ = parameter._headrace_class  # type: ignore[attr-defined]
 
 
-def lease(parameter: nn.Parameter, data: Tensor) -> None:
-    """Point a parked parameter at `data` (a view of a slot) until `repark`."""
-    parameter.__class__ = parameter._headrace_class  # type: ignore[attr-defined]
-    parameter.data = data
-
-
-def repark(parameter: nn.Parameter) -> None:
-    """End a lease: the parameter is on its placeholder again."""
-    parameter.data = parameter._headrace_placeholder  # type: ignore[attr-defined]
-    parameter.__class__ = Parked
+@contextlib.contextmanager
+def leased(parameters: Sequence[nn.Parameter], views: Sequence[Tensor]) -> Iterator[None]:
+    """Parked parameters point at `views` of a slot inside; then they are on their placeholders again."""
+    try:
+        for parameter, view in zip(parameters, views, strict=True):
+            parameter.__class__ = parameter._headrace_class  # type: ignore[attr-defined]
+            parameter.data = view
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.data = parameter._headrace_placeholder  # type: ignore[attr-defined]
+            parameter.__class__ = Parked
 
 
 def is_parked(parameter: object) -> bool:
