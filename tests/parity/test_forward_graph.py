@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import headrace
 from against_plain import assert_equal, gradients, streamed
 from headrace.base.errors import StepError
 from parity.families import token_batch
@@ -188,6 +189,8 @@ def test_blocks_may_differentiate_inside(kind: type[nn.Module]) -> None:
                 loss = side(x).square().mean()
                 loss.backward()
         assert_equal(gradients(model), gradients(plain))
+        told = [event.text for event in headrace.session(model).events if event.kind == "hooks"]
+        assert len(told) == (3 if kind is Learning else 0)
 
 
 class Kept(nn.Module):

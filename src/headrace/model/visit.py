@@ -200,6 +200,8 @@ class BlockVisit:
             if not (passing and block.takes_hooks and "saved tensor hooks" in str(error)):
                 raise
         block.takes_hooks = False
+        text = f"{block.name} uses torch.func inside: what somebody holds of its forward keeps its activations"
+        self.stream.tell_once(f"hooks {block.name}", "hooks", text)
         random.restore(self.stream.device)
         return self._under_gradients(call, leaves, random)
 
