@@ -130,7 +130,7 @@ class Stream:
                 yield
 
     def pointed(self, block: Block, region: Tensor, autocast: Autocast) -> contextlib.AbstractContextManager[None]:
-        """The block's parameters point into `region` inside; widened if they stream in 16 bits for autocast, without it."""
+        """The block's parameters point into `region` inside; 16 bits that are for autocast are widened without it."""
         views = typed(region, self.spec.units[block.unit].weights)
         if not autocast.enabled:
             views = [view.to(parameter.dtype) for view, parameter in zip(views, block.parameters, strict=True)]
