@@ -269,7 +269,7 @@ def test_a_wrapped_model(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
     model, optimizer = headrace.wrap(model, optimizer, device="cpu", max_grad_norm=0.5, placement={"weights": "host"})
     given = arguments(tmp_path / "b", max_grad_norm=0.5)
-    ours = HeadraceTrainer(model, given, train_dataset=rows(), data_collator=collate)
+    ours = HeadraceTrainer(model, given, train_dataset=rows(), data_collator=collate, optimizers=(optimizer, None))
     ours.train()
     assert_same_run(ours, theirs)
     assert ours.optimizer is optimizer

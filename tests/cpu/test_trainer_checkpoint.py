@@ -13,7 +13,7 @@ import transformers
 
 import headrace
 from against_plain import assert_close, assert_equal, llama, weights
-from headrace import CheckpointError
+from headrace import CheckpointError, OptionError
 from headrace.integrations.transformers import HeadraceTrainer
 from trainer_runs import MODELS, assert_same_logs, assert_same_run, both, rows, trainer
 
@@ -248,3 +248,22 @@ def test_an_unwrapped_model_is_an_ordinary_one(tmp_path: Path) -> None:
     twice.train()
     assert_close(weights(plain.model), weights(twice.model), 1e-6)
     assert json.dumps(made.state.log_history)  # every logged value is an ordinary number
+
+
+def test_one_model_in_trainer_after_trainer(tmp_path: Path) -> None:
+    """Plain in bf16, streamed in fp32, streamed in bf16: each has its own precision, for accelerate's marks on the
+    model do not carry over. A model that is still wrapped needs its optimizer, which decides rates and decay."""
+    model = llama(2)
+    trainer(transformers.Trainer, None, tmp_path / "a", parts={"model": model}, bf16=True, max_steps=1).train()
+    start = weights(model)
+    logits = []
+    for bf16 in (False, True, False):
+        made = trainer(HeadraceTrainer, None, tmp_path / "b", parts={"model": model}, bf16=bf16, max_steps=1,
+                       learning_rate=0.0)  # fmt: skip
+        made.train()
+        logits.append(made.predict(rows(2)).predictions)
+        with pytest.raises(OptionError, match=r"optimizers=\(optimizer, None\).*headrace.unwrap\(model\)"):
+            trainer(HeadraceTrainer, None, tmp_path / "b", parts={"model": model}, bf16=bf16)
+        headrace.unwrap(model)
+    assert_equal(weights(model), start)
+    assert (logits[0] == logits[2]).all() and not (logits[0] == logits[1]).all()

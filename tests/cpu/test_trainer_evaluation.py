@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from against_plain import assert_equal, llama, weights
+from headrace import NonFiniteError
 from headrace.integrations.transformers import HeadraceTrainer
 from headrace.loss.lazy import LazyLogits
 from trainer_runs import assert_same_logs, assert_same_run, both, collate, logged, rows, trainer
@@ -182,6 +183,31 @@ def test_training_goes_on_after_an_abnormal_end(place: str, tmp_path: Path) -> N
     assert_equal(weights(made.model), weights(twin.model))
     assert made.session.steps == 8
     assert threading.active_count() <= threads + 16
+
+
+def test_training_goes_on_after_an_infinite_gradient(tmp_path: Path) -> None:
+    """on_nonfinite="stop": one error, told once; the step has changed nothing, and the next call of train() works."""
+    made = trainer(HeadraceTrainer, llama(2), tmp_path, options={"on_nonfinite": "stop"}, max_steps=4)
+    plain = made.compute_loss
+
+    def compute_loss(*given: Any, **named: Any) -> Any:
+        return plain(*given, **named) * (float("inf") if made.state.global_step == 2 else 1)
+
+    made.compute_loss = compute_loss
+    with pytest.raises(NonFiniteError, match="step 3"):
+        made.train()
+    twin = trainer(HeadraceTrainer, llama(2), tmp_path, max_steps=4)
+    twin.add_callback(type("Two", (transformers.TrainerCallback,), {"on_step_end": _stop_after_two})())
+    twin.train()
+    assert_equal(weights(made.model), weights(twin.model))
+    made.compute_loss = plain
+    made.train()
+    assert made.state.global_step == 4 and np.isfinite(logged(made, "loss")).all()
+
+
+def _stop_after_two(self: Any, args: Any, state: Any, control: Any, **objects: Any) -> Any:
+    control.should_training_stop = state.global_step == 2
+    return control
 
 
 def _break(made: Any, place: str, fail: Any) -> None:

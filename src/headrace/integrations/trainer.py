@@ -114,6 +114,9 @@ class StreamedTraining(_Base):
         optimizer._is_accelerate_prepared = True
         optimizer.step_was_skipped = False
         model: Any = session.model
+        if getattr(model, "_is_accelerate_prepared", False):  # by an earlier Trainer, whose precision may be another
+            self.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+            model._is_accelerate_prepared = False
         self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)  # for autocast
         model._is_accelerate_prepared = True
         self._meter = Meter(session)
@@ -127,19 +130,18 @@ class StreamedTraining(_Base):
             session.events.add(kind, text)
 
     def _adopt(self) -> None:
-        """The model came wrapped: its session must do what the arguments say."""
+        """The model came wrapped: its session must do what the arguments say, and its optimizer must be given, for it
+        decides rates and decay instead of the arguments."""
         session = self.session
-        if self.optimizer is None:
-            self.optimizer = session.optimizer
         faults = [f"headrace={{{name!r}: ...}} came too late" for name in self._given]
         faults += differences(session, self.args)
         if self.optimizer is not session.optimizer:
-            faults.append("the optimizer given is not the one that headrace.wrap returned")
+            faults.append("optimizers=(optimizer, None) with the optimizer that headrace.wrap returned is missing")
         if faults:
             raise OptionError(
                 "; ".join(faults),
                 "the model was wrapped before the Trainer was made",
-                "Give the Trainer the model unwrapped, or wrap it with what the arguments say",
+                "Call headrace.unwrap(model) first: the Trainer wraps it; or wrap it with what the arguments say",
             )
         self._begin(session)
 

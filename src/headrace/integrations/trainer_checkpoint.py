@@ -76,7 +76,7 @@ def load_weights(model: nn.Module, folder: str) -> bool:
     place = Path(folder)
     if not (place / "config.json").is_file() or not any(place.glob("*.safetensors")):
         return False
-    donor = load_model(place)
+    donor: Any = load_model(place, trust_remote_code=type(model).__module__.startswith("transformers_modules."))
     if type(donor) is not type(model):
         return False
     given, own = dict(donor.named_parameters()), dict(model.named_parameters())
@@ -90,6 +90,9 @@ def load_weights(model: nn.Module, folder: str) -> bool:
         for name, parameter in own.items():
             parameter.copy_(given[name])
         buffers = dict(donor.named_buffers())
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
+        for path, module in model.named_modules():
+            for leaf in module._buffers.keys() - module._non_persistent_buffers_set:
+                module.get_buffer(leaf).copy_(buffers[f"{path}.{leaf}" if path else leaf])
+    source: Any = donor._headrace_source
+    source.close()
     return True

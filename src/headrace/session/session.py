@@ -223,7 +223,7 @@ class Session:
         if self._early_notes is not None:
             self.wait()
             return math.sqrt(math.fsum(self._early_notes["squares"]))
-        self._executor.wait("norm")
+        self._settled(lambda: self._executor.wait("norm"))
         verdict = self._actions.verdicts.get(self.steps)
         return verdict.norm if verdict is not None else None
 
