@@ -17,6 +17,7 @@ import typer
 from headrace import __version__
 from headrace.base.errors import HeadraceError
 from headrace.cli.flags import with_config_flags
+from headrace.cli.verify import verify
 
 app = typer.Typer(
     name="headrace",
@@ -76,7 +77,7 @@ def train(
     More options (schedule, warmup, dtype, packing, ...) stand in the --config file or go as --set NAME=VALUE: --list
     shows them all.
     """
-    with _told(debug):
+    with told(debug):
         from headrace.cli.train import train as run
 
         run(config, flags, settings or [], context.args)
@@ -93,14 +94,17 @@ def sample(
     debug: Debug = False,
 ) -> None:
     """Let a trained model go on from a prompt."""
-    with _told(debug):
+    with told(debug):
         from headrace.cli.sample import sample as run
 
         run(folder, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, chat=chat)
 
 
+app.command()(verify)
+
+
 @contextmanager
-def _told(debug: bool) -> Iterator[None]:
+def told(debug: bool) -> Iterator[None]:
     """Print errors that say what to do, and the system's, as one text; others are ours and keep their traceback."""
     try:
         yield

@@ -1,0 +1,259 @@
+"""What `headrace verify` does: build the model twice, make batches, compare, and print what was found."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import headrace
+from headrace.base.errors import DataError, FormatError, ModelError, OptimizerError, OptionError, PlanError
+from headrace.base.units import format_bytes, parse_bytes
+from headrace.cli.config_file import ConfigError
+from headrace.cli.verify import Request
+from headrace.hardware import limits
+from headrace.model.blocks import find_blocks
+from headrace.session.verify import Run, Verdict, resident_bytes, verify
+
+TIERS = ("auto", "device", "host", "disk")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp32": torch.float32, "bf16": torch.bfloat16}
+SECOND_STACKS = ("num_decoder_layers", "encoder_layers", "decoder_layers")
+"""What configurations of an encoder and a decoder call their numbers of layers."""
+ROOM = 0.9
+"""Share of the available memory that the resident model may take."""
+
+
+def run(request: Request) -> bool:
+    """Verify, and print. True when all is right. Raises ConfigError for what cannot be verified as asked."""
+    problems = list(_problems(request))
+    if problems:
+        raise ConfigError(problems)
+    with tempfile.TemporaryDirectory(prefix="headrace-verify-", dir=request.disk_dir) as folder:
+        try:
+            verdict = _verify(request, Path(folder))
+        except (DataError, FormatError, ModelError, OptimizerError, OptionError, PlanError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError([str(error)]) from error
+    if request.as_json:
+        print(json.dumps({**dataclasses.asdict(verdict), "passed": verdict.passed}, indent=1, default=str))
+    else:
+        print("\n".join(_told(verdict, request.top)))
+    return verdict.passed
+
+
+def _problems(request: Request) -> Iterator[str]:
+    for name in ("device_memory", "host_memory"):
+        value = getattr(request, name)
+        try:
+            if value is not None and parse_bytes(value) <= 0:
+                yield f'--{name.replace("_", "-")} = {value!r} is no size: use bytes or text such as "8GiB"'
+        except OptionError:
+            yield f'--{name.replace("_", "-")} = {value!r} is no size: use bytes or text such as "8GiB"'
+    for tier in request.placements:
+        if tier not in TIERS:
+            yield f"--placement = {tier!r} is not one of {', '.join(TIERS)}"
+    if request.dtype not in DTYPES:
+        yield f"--dtype = {request.dtype!r} is not one of float32, bfloat16"
+    if request.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", request.device):
+        yield f'--device = {request.device!r} is no device: use "cpu", "cuda" or "cuda:N"'
+    if request.data is not None and not request.data.is_file():
+        yield f"--data = {str(request.data)!r} is no file"
+    if request.disk_dir is not None and not request.disk_dir.is_dir():
+        yield f"--disk-dir = {str(request.disk_dir)!r} is no folder"
+
+
+def _verify(request: Request, folder: Path) -> Verdict:
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    device = torch.device(request.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    streamed, resident, real = _builders(request)
+    model = streamed()
+    numbers = sum(p.numel() for p in model.parameters())
+    _require_memory(request, model, numbers, device)
+    batches = _batches(request, model)
+    blocks = sum(len(stack.blocks) for stack in find_blocks(model))
+    del model
+    _say(f"{request.model}: {blocks} layers, {numbers / 1e6:.1f} million parameters, "
+         f"{'its own' if real else 'random'} weights, {request.dtype}, on {device}")  # fmt: skip
+    if "disk" in request.placements and limits.file_system(folder) in ("tmpfs", "ramfs"):
+        _say(f"note: {folder.parent} lies in memory ({limits.file_system(folder)}): give a --disk-dir on a disk")
+    options = {
+        "device": request.device, "device_memory": request.device_memory, "host_memory": request.host_memory,
+        "disk_dir": folder, "window": request.window,
+    }  # fmt: skip
+    placements = {tier: "auto" if tier == "auto" else {"weights": tier, "state": tier} for tier in request.placements}
+    return verify(resident, streamed, batches, placements,
+                  {name: value for name, value in options.items() if value is not None},
+                  seed=request.seed, tolerance=request.tolerance, tell=lambda text: _say(f"{text} ..."))  # fmt: skip
+
+
+def _builders(request: Request) -> tuple[Callable[[], nn.Module], Callable[[], nn.Module], bool]:
+    """(builds the model to be streamed, builds it resident, whether its weights are its own).
+
+    The resident one comes from transformers alone where there are weights, so that ours are read rightly is proved too.
+    """
+    place = Path(request.model)
+    config_only = place.is_file() or (place.is_dir() and not any(place.glob("*.safetensors*")))
+    real = not (request.random_weights or config_only)
+    dtype, changes = DTYPES[request.dtype], _layers(request, not real)
+
+    def streamed() -> Any:
+        torch.manual_seed(request.seed)
+        return headrace.load_model(request.model, dtype=dtype, random_weights=not real, **changes)
+
+    def resident() -> Any:
+        from transformers import initialization
+
+        source = streamed()
+        if real:
+            from headrace.model.build import find_folder
+
+            folder = find_folder(request.model, config_only=False, code=False)
+            plain, info = type(source).from_pretrained(
+                folder, config=source.config, dtype=dtype, output_loading_info=True
+            )
+            with torch.no_grad():
+                for name in info["missing_keys"]:  # drawn at random, there as here
+                    plain.get_parameter(name).copy_(source.get_parameter(name))
+            return plain
+        with initialization.no_init_weights():
+            plain = type(source)._from_config(source.config, dtype=dtype)
+            plain.tie_weights()
+        plain.load_state_dict(source.state_dict())
+        return plain
+
+    return streamed, resident, real
+
+
+def _layers(request: Request, config_only: bool) -> dict[str, Any]:
+    """The change to the configuration that leaves the first layers only."""
+    if request.layers is None:
+        return {}
+    from headrace.model.build import find_folder, read_config
+
+    config, _ = read_config(find_folder(request.model, config_only, code=False), False, {})
+    text = config.get_text_config()
+    if request.layers > text.num_hidden_layers:
+        raise ConfigError([f"--layers = {request.layers}, and the model has {text.num_hidden_layers}"])
+    if text is config or hasattr(config, "num_hidden_layers"):
+        own = getattr(type(config), "attribute_map", {}).get("num_hidden_layers", "num_hidden_layers")
+        names = {own, *(name for name in SECOND_STACKS if hasattr(config, name))}
+        return {name: min(request.layers, getattr(config, name)) for name in sorted(names)}
+    kinds = getattr(text, "layer_types", None)
+    shorter = {"num_hidden_layers": request.layers} | ({"layer_types": kinds[: request.layers]} if kinds else {})
+    return {"text_config": {**text.to_dict(), **shorter}}
+
+
+def _require_memory(request: Request, model: nn.Module, numbers: int, device: torch.device) -> None:
+    """Refuse a resident model that does not fit, and say how many of its layers do."""
+    compute, beside = resident_bytes(numbers, DTYPES[request.dtype], request.steps)
+    host = limits.host_memory().available * ROOM
+    needs = {"RAM": (compute + beside, host)}
+    if device.type == "cuda":
+        needs = {"RAM": (beside, host), "device memory": (compute, limits.device_memory(device.index or 0).free * ROOM)}
+    for what, (need, room) in needs.items():
+        if need <= room:
+            continue
+        blocks = [block for stack in find_blocks(model) for block in stack.blocks]
+        inside = sum(p.numel() for block in blocks for p in block.parameters())
+        fitting = int((numbers * room / need - (numbers - inside)) / (inside / len(blocks)))
+        advice = f"Use --layers {fitting}" if fitting > 0 else "Use a smaller model, or fewer --steps"
+        raise PlanError(f"the resident model does not fit: it needs {format_bytes(need)} of {what}",
+                        f"{format_bytes(room)} may be used, {len(blocks)} layers were asked for", advice)  # fmt: skip
+
+
+def _batches(request: Request, model: Any) -> list[dict[str, Tensor]]:
+    """One batch for each step, of lengths that differ a little."""
+    text = model.config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None) or request.sequence_length
+    if request.sequence_length > longest:
+        problem = f"--sequence-length = {request.sequence_length} is more than the model's {longest} positions"
+        raise ConfigError([problem])
+    shapes = [(request.batch, request.sequence_length - step % 3) for step in range(request.steps)]
+    if request.data is not None:
+        rows = _text_rows(request, shapes)
+    else:
+        generator = torch.Generator().manual_seed(request.seed)
+        allowed = _ordinary_ids(model)
+        rows = [allowed[torch.randint(0, len(allowed), shape, generator=generator)] for shape in shapes]
+    return [{"input_ids": ids, "labels": ids.clone()} for ids in rows]
+
+
+def _ordinary_ids(model: Any) -> Tensor:
+    """Ids of the embedding without those that stand for something else (an image, padding)."""
+    special = {
+        value
+        for config in (model.config, model.config.get_text_config())
+        for name, value in config.to_dict().items()
+        if name.endswith(("token_id", "token_index")) and isinstance(value, int)
+    }
+    count = model.get_input_embeddings().weight.shape[0]
+    return torch.tensor([number for number in range(count) if number not in special] or list(range(count)))
+
+
+def _text_rows(request: Request, shapes: list[tuple[int, int]]) -> list[Tensor]:
+    from transformers import AutoTokenizer
+
+    assert request.data is not None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(request.model)
+    except Exception as error:  # every way in which files, a network or a format can fail
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise ModelError(f"--data needs a tokenizer, and that of {request.model} cannot be loaded", reason) from error
+    ids = tokenizer(request.data.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
+    needed = sum(rows * length for rows, length in shapes)
+    if len(ids) < needed:
+        raise DataError(f"{request.data} is too short", f"{len(ids)} tokens, {needed} are needed",
+                        "Give a longer file, or fewer --steps, a smaller --batch or --sequence-length")  # fmt: skip
+    found, start = [], 0
+    for rows, length in shapes:
+        found.append(torch.tensor(ids[start : start + rows * length]).view(rows, length))
+        start += rows * length
+    return found
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _told(verdict: Verdict, top: int) -> Iterator[str]:
+    for run in verdict.runs:
+        yield from _told_run(run, verdict, top)
+    yield ""
+    result = "pass" if verdict.passed else "FAIL"
+    yield f"{result}: {verdict.dtype}, tolerance {verdict.tolerance:g}, placements " + ", ".join(
+        f"{run.placement} {'FAIL' if run.failures else 'pass'}" for run in verdict.runs
+    )
+
+
+def _told_run(run: Run, verdict: Verdict, top: int) -> Iterator[str]:
+    yield ""
+    yield f"placement {run.placement}, {run.window} {'slots' if run.window > 1 else 'slot'}"
+    yield f"  {'step':<6}{'streamed':>14}{'resident':>14}{'norm error':>13}"
+    for step, (ours, theirs, norm) in enumerate(zip(run.losses, verdict.losses, run.norm_errors, strict=True), 1):
+        yield f"  {step:<6}{ours:>14.6f}{theirs:>14.6f}{norm:>13.1e}"
+    yield f"  worst of {len(run.gradients)} gradients"
+    for item in run.gradients[:top]:
+        mark = "" if item.error <= verdict.tolerance else "  FAIL"
+        yield f"  {item.error:9.1e}  step {item.step}  {item.name}{mark}"
+    yield f"  {'tier':<8}{'weights':>12}{'state':>12}{'worst value':>13}  verdict"
+    for tier in run.tiers:
+        sizes = [format_bytes(tier.nbytes[region]) for region in ("weights", "state")]
+        worst = max((error for error, _ in tier.worst.values()), default=0.0)
+        bad = any(text.startswith(f"tier {tier.name}:") for text in run.failures)
+        yield f"  {tier.name:<8}{sizes[0]:>12}{sizes[1]:>12}{worst:>13.1e}  {'FAIL' if bad else 'pass'}"
+    budget = "no limit" if run.device_budget is None else format_bytes(run.device_budget)
+    yield f"  device memory: {format_bytes(run.device_peak)} of {budget}"
+    for text in run.failures:
+        yield f"  FAIL: {text}"
