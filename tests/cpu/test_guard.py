@@ -105,6 +105,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], Callable[
     "statistics": (convolutions, squares, one, {}),
     "early": (llama, causal, one, EARLY),
     "early-bf16": (lambda: llama(dtype=torch.bfloat16), causal, one, {**EARLY, **DISK}),
+    "early-calls": (llama, causal, calls, {"accumulation": 3, "on_nonfinite": "stop"}),
     "early-window": (llama, causal, window, {"accumulation": 3, "on_nonfinite": "stop"}),
     "disk": (llama, causal, calls, DISK),
     "disk-bf16": (lambda: llama(dtype=torch.bfloat16), causal, one, DISK),
@@ -289,12 +290,16 @@ def test_a_fault_is_caught_at_the_guards_step(name: str, tmp_path: Path, monkeyp
             assert not (tmp_path / "bad").exists()
             with pytest.raises((ParityError, StepError)):
                 train_to_the_end(model, optimizer, 6)
+        session.restore(tmp_path / "unnoticed")
+        train_plainly(model, optimizer, 5)  # the same step again, without the fault
+        session.wait()
+        assert session.guard.checks[-1].level == NORMAL
         session.restore(tmp_path / "good")
         assert session.broken is None
         for step in range(4, 8):
             train_plainly(model, optimizer, step)
         session.save(tmp_path / "again")
-        assert [check.step for check in session.guard.checks] == [2, 4, 6, 6, 8]
+        assert [check.step for check in session.guard.checks] == [2, 4, 6, 6, 6, 8]
         assert session.guard.checks[-1].level == NORMAL
         ours = everything(model)
     if name.startswith("flipped"):

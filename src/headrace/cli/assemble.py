@@ -129,6 +129,7 @@ def _streamed(config: RunConfig, model: Any) -> tuple[Any, Any]:
         moments=config.moments,
         threads=config.threads,
         on_nonfinite=config.on_nonfinite,
+        guard_every=config.guard_every,
         seed=config.seed,
     )
     return model, wrapped

@@ -311,6 +311,8 @@ class Session:
 
         self.check_open()
         restore_state(folder, self)
+        if self.guard is not None:
+            self.guard.drop(-1)
         self._stream.forget_slots()
 
     @property
