@@ -36,6 +36,9 @@ class StreamedTraining(_Base):
 
     `headrace`: options of headrace.wrap (memory limits, placement, rows, ...), but for those that TrainingArguments
     decide. Raises OptionError naming every argument that cannot be honoured, with the alternative.
+
+    The micro-batches of a window take turns inside `compute_loss`, block by block. So dropout draws other masks than in
+    the plain Trainer (not with one micro-batch), and a window that a callback ends half-way is dropped as a whole.
     """
 
     def __init__(

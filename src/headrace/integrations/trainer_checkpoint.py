@@ -17,6 +17,7 @@ STATE = "headrace"
 """The folder of the exact state (masters, moments, counts, buffers) inside a checkpoint."""
 SCHEDULER = "scheduler.pt"
 TRAINER_STATE = "trainer_state.json"
+ADAPTER = "adapter_model.safetensors"
 
 
 def save(folder: str, session: Session, scheduler: Any) -> None:
@@ -28,6 +29,7 @@ def save(folder: str, session: Session, scheduler: Any) -> None:
 
 def restore(folder: str, session: Session, scheduler: Any) -> None:
     """Put what `save` wrote into the session and the scheduler. Raises CheckpointError."""
+    check_adapters(session.model, folder)
     session.restore(Path(folder) / STATE)
     path = Path(folder) / SCHEDULER
     if not path.is_file():
@@ -74,6 +76,7 @@ def load_weights(model: nn.Module, folder: str) -> bool:
     from headrace.model.build import load_model
 
     place = Path(folder)
+    check_adapters(model, folder)
     if not (place / "config.json").is_file() or not any(place.glob("*.safetensors")):
         return False
     donor: Any = load_model(place, trust_remote_code=type(model).__module__.startswith("transformers_modules."))
@@ -96,3 +99,37 @@ def load_weights(model: nn.Module, folder: str) -> bool:
     source: Any = donor._headrace_source
     source.close()
     return True
+
+
+def check_adapters(model: nn.Module, folder: str) -> None:
+    """Raise CheckpointError unless the adapters in a checkpoint hold every tensor of the model's own, and no other:
+    peft would load those that fit, and leave the rest as a new run begins them."""
+    for adapter in getattr(model, "peft_config", ()):
+        place = Path(folder) if adapter == "default" else Path(folder) / adapter
+        path = place / ADAPTER
+        if path.is_file():
+            _check_adapter(model, adapter, path)
+
+
+def _check_adapter(model: Any, adapter: str, path: Path) -> None:
+    from peft import get_peft_model_state_dict
+    from safetensors import safe_open
+
+    entries = model.state_dict(keep_vars=True)  # the parameters themselves: of a wrapped model nothing is read
+    needed = get_peft_model_state_dict(model, entries, adapter, save_embedding_layers=False)
+    known = {**needed, **get_peft_model_state_dict(model, entries, adapter, save_embedding_layers=True)}
+    with safe_open(path, "pt") as file:
+        saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
+    faults = [f"{name} is missing" for name in sorted(needed.keys() - saved.keys())]
+    faults += [f"{name} is none of its tensors" for name in sorted(saved.keys() - known.keys())]
+    faults += [
+        f"{name} is {saved[name]} and not {tuple(known[name].shape)}"
+        for name in sorted(saved.keys() & known.keys())
+        if saved[name] != tuple(known[name].shape)
+    ]
+    if faults:
+        raise CheckpointError(
+            f"{path} does not fit the model's adapter {adapter!r}: {faults[0]}",
+            f"{len(faults)} faults; {len(saved)} tensors in the file, {len(needed)} in the model",
+            "Use an earlier checkpoint, or give the model the adapter that the checkpoint was saved from",
+        )
