@@ -118,7 +118,7 @@ def test_only_matrices_decay(world: tuple[Path, Path], tmp_path: Path) -> None:
 
 
 def test_what_differs_from_the_defaults_is_printed_and_all_is_written(world: tuple[Path, Path], tmp_path: Path) -> None:
-    code, printed = headrace(*arguments(*world, tmp_path / "out", window=3, steps=3))
+    code, printed = headrace(*arguments(*world, tmp_path / "out", window=3, steps=3, device_memory="64MiB"))
     assert code == 0
     file = tmp_path / "out" / "run.yaml"
     head, _, rest = printed.partition("\n")
@@ -126,10 +126,11 @@ def test_what_differs_from_the_defaults_is_printed_and_all_is_written(world: tup
     block = list(takewhile(lambda line: line.startswith("  "), rest.splitlines()))
     assert "  lr: 0.01  (--lr)" in block
     assert "  dtype: float32  (--set dtype)" in block
+    assert "  device_memory: 64.0 MiB  (--device-memory)" in block
     named = {line.split(":")[0].strip() for line in block}
     assert named == {
         "model", "data", "output", "steps", "batch", "accumulation", "sequence_length", "lr", "warmup", "device",
-        "max_grad_norm", "weight_decay", "dtype", "seed",
+        "max_grad_norm", "weight_decay", "dtype", "seed", "device_memory",
     }  # fmt: skip
     written = yaml.safe_load(file.read_text())
     assert set(written) == set(RunConfig.model_fields)
@@ -236,6 +237,26 @@ def test_a_run_that_fails_leaves_no_folder(
     (tmp_path / "there").mkdir()
     headrace(*arguments(*world, tmp_path / "there", **changes))
     assert (tmp_path / "there").is_dir()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_told_before_anything_is_read(world: tuple[Path, Path], tmp_path: Path) -> None:
+    code, printed = headrace(*arguments(*world, tmp_path / "out", device="cuda:0"))
+    assert code == 2
+    assert "device = 'cuda:0', but torch sees no GPU" in printed
+    assert "reading data" not in printed
+
+
+def test_an_output_that_cannot_be_made(
+    world: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    code, printed = headrace(*arguments(*world, tmp_path / "out"))
+    assert code == 2
+    assert "out' cannot be made: Read-only file system" in printed
 
 
 def test_a_model_that_is_nowhere_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

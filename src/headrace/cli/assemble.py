@@ -60,6 +60,8 @@ def assemble(config: RunConfig, say: Callable[[str], None], waiting: Waiting = u
     `say` prints a line, `waiting` shows what takes long. Raises DataError, ModelError, PlanError, and ConfigError
     for options that do not suit the model.
     """
+    if (config.device or "").startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError([f"device = {config.device!r}, but torch sees no GPU: use cpu, or a torch built for CUDA"])
     seed_all(config.seed)
     place = config.model or config.config_model or ""  # the configuration's rules see to it that there is one
     if not Path(place).exists():

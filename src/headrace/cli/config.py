@@ -20,6 +20,8 @@ FLAGS = (
     "save_every", "seed", "resume",
 )  # fmt: skip
 
+SIZES = ("device_memory", "host_memory")
+
 Tier = Literal["auto", "device", "host", "disk"]
 Count = Annotated[int, Field(ge=1)]
 CountOrNone = Annotated[int, Field(ge=0)]
@@ -161,7 +163,7 @@ class RunConfig(BaseModel):
             raise ValueError('is no device: use "cpu", "cuda" or "cuda:N"')
         return value
 
-    @field_validator("device_memory", "host_memory", mode="before")
+    @field_validator(*SIZES, mode="before")
     @classmethod
     def _bytes(cls, value: Any) -> int | None:
         if value is None:

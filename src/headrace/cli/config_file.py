@@ -94,7 +94,10 @@ def _read_file(file: Path, given: Given) -> bool:
         return False
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        given.problems.append((f"{file}:{line}", f"not YAML: {error.problem or error.context}"))
+        text = (
+            f'not YAML: {error.problem or error.context}; expected lines such as "lr: 1e-5" (see also the line before)'
+        )
+        given.problems.append((f"{file}:{line}", text))
         return False
     except yaml.YAMLError as error:
         given.problems.append((str(file), f"not YAML: {error}"))

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import typer
@@ -16,7 +17,7 @@ from rich.console import Console
 
 from headrace import __version__
 from headrace.base.units import format_bytes
-from headrace.cli.config import RunConfig
+from headrace.cli.config import SIZES, RunConfig
 from headrace.cli.config_file import ConfigError, Given, read_config
 from headrace.cli.signals import Stop, Stopped
 from headrace.files.atomic import write_file
@@ -74,10 +75,10 @@ def _run(config: RunConfig, console: Console, stop: Stop) -> bool:
             with waiting("writing the model"):
                 parts.model.save_pretrained(output)
                 parts.tokenizer.save_pretrained(output)
-            say(f'model in {output}; try it: headrace sample {output} "Once upon a time"')
+            say(f'model in {output}; try it: headrace sample {quote(str(output))} "Once upon a time"')
         else:
             say(f"stopped after step {loop.step} of {parts.steps}; go on with: "
-                f"headrace train --config {output / 'run.yaml'} --resume")  # fmt: skip
+                f"headrace train --config {quote(str(output / 'run.yaml'))} --resume")  # fmt: skip
         _tell_memory(parts.session.memory_report(), say)
     return complete
 
@@ -106,7 +107,8 @@ def _print_config(config: RunConfig, given: Given, console: Console) -> None:
         if getattr(config, name) == fields[name].default:
             continue
         place = given.places.get((name,)) or next((p for key, p in given.places.items() if key[0] == name), "")
-        text = f"  {name}: {_scalar(values[name])}{f'  ({place})' if place else ''}"
+        value = format_bytes(values[name]) if name in SIZES else _scalar(values[name])
+        text = f"  {name}: {value}{f'  ({place})' if place else ''}"
         console.print(text, markup=False, soft_wrap=True)
 
 
@@ -145,7 +147,10 @@ def _claimed(output: Path, resume: bool) -> Iterator[None]:
     Folders that are made here and in which nothing was written are removed again.
     """
     made = [folder for folder in (output, *output.parents) if not folder.exists()]
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError([f"output = {str(output)!r} cannot be made: {error.strerror or error}"]) from error
     fd = os.open(output, os.O_RDONLY)
     try:
         if lock(fd) is False:
