@@ -210,7 +210,8 @@ def _text_rows(request: Request, shapes: list[tuple[int, int]]) -> list[Tensor]:
         tokenizer = AutoTokenizer.from_pretrained(request.model)
     except Exception as error:  # every way in which files, a network or a format can fail
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        raise ModelError(f"--data needs a tokenizer, and that of {request.model} cannot be loaded", reason) from error
+        raise ModelError(f"--data needs a tokenizer, and that of {request.model} cannot be loaded", reason,
+                         "Give a folder with tokenizer.json, or leave --data away") from error  # fmt: skip
     ids = tokenizer(request.data.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
     needed = sum(rows * length for rows, length in shapes)
     if len(ids) < needed:
