@@ -51,7 +51,7 @@ class Options:
     on_nonfinite: str = "skip"
     """"skip": a step with infinite or NaN gradients changes nothing. "stop": it raises."""
     lr: float | None = None
-    """Learning rate of the AdamW that is made when no optimizer is given."""
+    """Learning rate of the AdamW that is made when no optimizer is given. Default: 1e-5, which an event tells."""
     seed: int | None = None
     """torch.manual_seed at the start of `wrap`, for what the training draws. The weights have their values by then."""
     verbose: bool = False
