@@ -109,7 +109,8 @@ def streamed(
     try:
         yield wrapped, driver
     finally:
-        headrace.session(wrapped).close()
+        if getattr(wrapped, "_headrace_session", None) is not None:  # not unwrapped inside
+            headrace.session(wrapped).close()
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

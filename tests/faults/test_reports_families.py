@@ -67,7 +67,8 @@ def cut_matrices(monkeypatch: pytest.MonkeyPatch, model: nn.Module, vocabulary: 
     from headrace.model import units
 
     real = units._bytes
-    largest = max(sum(real(p, frozenset()) for p in stack.blocks[0].parameters()) for stack in headrace.find_blocks(model))
+    (stack,) = headrace.find_blocks(model)
+    largest = sum(real(p, frozenset()) for p in stack.blocks[0].parameters())
     count = -(-vocabulary // rows)
     monkeypatch.setattr(
         units, "_bytes", lambda p, narrow: count * largest if p.shape[0] == vocabulary else real(p, narrow)
@@ -247,7 +248,8 @@ def test_fused_experts_are_planned_with_their_real_bytes(width: int, tmp_path: P
 
 EXPERT_RUNS: dict[str, dict[str, Any]] = {
     "plain": {}, "clipped": {"max_grad_norm": 0.05}, "rows": {"rows": 1}, "kept": {"recompute": False},
-    "early": {"accumulation": 1, "on_nonfinite": "stop"}, "device": {"placement": {"weights": "device", "state": "host"}},
+    "early": {"accumulation": 1, "on_nonfinite": "stop"},
+    "device": {"placement": {"weights": "device", "state": "host"}},
 }  # fmt: skip
 
 

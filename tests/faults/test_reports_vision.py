@@ -148,8 +148,8 @@ def test_a_window_of_text_and_images(name: str) -> None:
 @pytest.mark.parametrize("inputs_require_gradients", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_adapters_behind_a_frozen_tower(name: str, inputs_require_gradients: bool) -> None:
-    """LoRA of the language model. The tower runs once and is not recomputed. Hooks that make embeddings need a gradient,
-    as checkpointing wants them, change no number; the graph that they ask for costs a recompute here, no memory."""
+    """LoRA of the language model. The tower runs once and is not recomputed. Hooks that make embeddings need a
+    gradient, as checkpointing wants them, change no number; the graph that they ask for costs a recompute here."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(1)
     targets = r".*language_model.*\.(q_proj|up_proj)"

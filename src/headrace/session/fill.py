@@ -28,7 +28,8 @@ def fill(
     When it fails, the parameters are as before. `written` is called after a write from outside. Parked parameters stay
     parked when the session closes, and reading one then says so.
     """
-    source = getattr(model, "_headrace_source", None)
+    holder: Any = next((part for part in model.modules() if "_headrace_source" in vars(part)), None)
+    source = None if holder is None else holder._headrace_source  # adapters may stand around what load_model returned
     _clear(regions)
     in_files: dict[str, tuple[Any, str]] = {}
     moved: list[str] = []
@@ -51,7 +52,7 @@ def fill(
         close = getattr(source, "close", None)
         if close is not None:
             close()
-        del model._headrace_source
+        del holder._headrace_source
 
 
 def give_back(anatomy: Anatomy, values: Values, names: Iterable[str] | None = None) -> None:

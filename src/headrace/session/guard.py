@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from headrace.base.errors import StepError
 from headrace.executor.stream import Stream
+from headrace.session.adapters import guard_adapters
 
 
 def guard(model: nn.Module, stream: Stream, undo: list[Callable[[], None]]) -> None:
@@ -20,6 +21,7 @@ def guard(model: nn.Module, stream: Stream, undo: list[Callable[[], None]]) -> N
         undo.append(module.register_load_state_dict_pre_hook(_copier(stream)).remove)
     _put(model, "__deepcopy__", lambda memo: _refuse("copied"), undo)  # before any weight is read
     _put(model, "__reduce_ex__", lambda protocol: _refuse("pickled"), undo)
+    guard_adapters(model, stream.events, undo)
 
 
 def _put(module: nn.Module, name: str, value: object, undo: list[Callable[[], None]]) -> None:

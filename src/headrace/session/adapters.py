@@ -1,0 +1,126 @@
+"""Adapters of peft on a streamed model: saved without reading the base, streamed out when merged, or not merged."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from headrace.base.errors import StepError
+from headrace.base.events import EventLog
+from headrace.base.units import parse_bytes
+from headrace.checkpoint.export import save_pretrained as export
+from headrace.model.parked import WeightValue
+
+MERGING = ("merge_and_unload", "merge_adapter")
+"""Methods of peft's tuners that write adapters into the base."""
+
+
+def guard_adapters(model: Any, events: EventLog, undo: list[Callable[[], None]]) -> None:
+    """For a model with adapters: let `save_pretrained` read them alone, and refuse merges that peft does wrong."""
+    if not hasattr(model, "peft_config"):
+        return
+    if hasattr(model, "save_pretrained"):
+        _put(model, "save_pretrained", _saver(model), undo)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if base is not model and hasattr(base, "save_pretrained"):
+        _put(base, "save_pretrained", _saver_of_merged(base, model), undo)
+    shared = dict(_on_shared_weights(model))
+    if shared:
+        places = "; ".join(f"{name} and {', '.join(others)}" for name, others in shared.items())
+        events.add("adapters", f"one weight, an adapter on one of its uses: {places}. It trains and is saved as it is, "
+                   "but merging would change all uses: untie the weight in the base before you merge")  # fmt: skip
+        refuse = functools.partial(_refuse_merge, places)
+        for module in model.modules():
+            for name in MERGING:
+                if hasattr(type(module), name):
+                    _put(module, name, refuse, undo)
+
+
+def _put(module: nn.Module, name: str, value: object, undo: list[Callable[[], None]]) -> None:
+    module.__dict__[name] = value
+    undo.append(lambda: module.__dict__.pop(name, None))
+
+
+def _on_shared_weights(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
+    """Adapted layers whose weight other modules use too: their names, and those of the others."""
+    holders: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                holders.setdefault(id(parameter), []).append(name)
+    for name, module in model.named_modules():
+        base = getattr(module, "base_layer", None)
+        weight = getattr(base, "_parameters", {}).get("weight")
+        if weight is not None and hasattr(module, "merge") and not hasattr(module, "trainable_tokens_delta"):
+            others = [other for other in holders[id(weight)] if other != f"{name}.base_layer"]
+            if others:
+                yield name, others
+
+
+def _refuse_merge(places: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise StepError(
+        "merging would write an adapter into a weight that other modules use too", places,
+        "Save the adapter. Then load the base with tie_word_embeddings=False, copy the embedding's weight into the "
+        "head, load the adapter and merge it there",
+    )  # fmt: skip
+
+
+def _saver(model: Any) -> Callable[..., Any]:
+    original = model.save_pretrained
+
+    @functools.wraps(original)
+    def save_pretrained(*given: Any, **named: Any) -> Any:
+        """As peft does, but only what it will write is read from the stores."""
+        if named.get("state_dict") is None:
+            bound = inspect.signature(original).bind(*given, **named).arguments
+            chosen = bound.get("selected_adapters") or list(model.peft_config)
+            named["state_dict"] = _values(model, chosen, bound.get("save_embedding_layers", "auto"))
+        return original(*given, **named)
+
+    return save_pretrained
+
+
+def _saver_of_merged(base: Any, model: Any) -> Callable[..., Any]:
+    """For the model that `merge_and_unload` returns: the base, from whose modules the adapters are gone then."""
+    original = base.save_pretrained
+
+    @functools.wraps(original)
+    def save_pretrained(save_directory: Any, max_shard_size: int | str = "5GB", **others: Any) -> Any:
+        if others or any(hasattr(module, "base_layer") for module in base.modules()):
+            return original(save_directory, max_shard_size=max_shard_size, **others)
+        model._headrace_session.wait()
+        export(base, save_directory, lambda name: _read(base.get_parameter(name)),
+               max_shard_bytes=parse_bytes(max_shard_size))  # fmt: skip
+        return None
+
+    return save_pretrained
+
+
+def _values(model: Any, adapters: list[str], save_embedding_layers: Any) -> dict[str, Tensor]:
+    """The entries of the state dict that peft saves for `adapters`, each read once."""
+    from peft import get_peft_model_state_dict
+
+    model._headrace_session.wait()
+    entries: dict[str, Tensor] = model.state_dict(keep_vars=True)  # the parameters themselves: nothing is read
+    found: list[Tensor] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft says it when it saves
+        for name in adapters:
+            options = {"adapter_name": name, "save_embedding_layers": save_embedding_layers}
+            found += get_peft_model_state_dict(model, entries, **options).values()
+    wanted = {id(tensor) for tensor in found}
+    if not wanted <= {id(tensor) for tensor in entries.values()}:  # a kind of adapter that computes what it saves
+        whole: dict[str, Tensor] = model.state_dict()
+        return whole
+    read = {id(tensor): _read(tensor) for tensor in found}
+    return {key: read[id(tensor)] for key, tensor in entries.items() if id(tensor) in wanted}
+
+
+def _read(tensor: Tensor) -> Tensor:
+    value = tensor.detach()
+    return value.plain() if isinstance(value, WeightValue) else value
