@@ -11,6 +11,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests make their own models and 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-families", action="store_true", help="tests/parity/test_zoo.py: all options for each class")
+    parser.addoption("--write-families", action="store_true", help="tests/parity/test_zoo.py: write FAMILIES.md")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     on_gpu = [item for item in items if item.get_closest_marker("gpu") or _folder(item) == "gpu"]
     if not on_gpu or _has_cuda():

@@ -378,3 +378,33 @@ def test_a_backward_after_a_failed_one_without_a_forward_between() -> None:
         other.step()
         for name, parameter in plain.named_parameters():
             torch.testing.assert_close(session.read_weight(name), parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("then", ["zero_grad", "gradient", "state_dict", "wait"])
+@pytest.mark.parametrize("accumulation", [None, 2])
+def test_a_second_backward_that_fails_blocks_nobody(then: str, accumulation: int | None) -> None:
+    """Gradients or updates of it that will never come are not waited for, whatever is asked next."""
+    options: dict[str, Any] = {} if accumulation is None else {"accumulation": 2, "on_nonfinite": "stop"}
+    model = toy()
+
+    def fail(grad: Tensor) -> None:
+        raise Boom
+
+    with streamed(model, **options) as (ours, optimizer):
+        session = headrace.session(ours)
+        toy_loss(ours, batch()).backward()
+        hook = ours.blocks[2].register_forward_hook(lambda module, args, out: out.register_hook(fail) and None)
+        with pytest.raises(Boom):
+            toy_loss(ours, batch(seed=1)).backward()
+        hook.remove()
+        if then == "gradient":
+            session.gradient("blocks.0.up.weight")
+        elif then == "state_dict":
+            assert_equal(weights(ours), weights(model)) if accumulation is None else ours.state_dict()
+        elif then == "wait":
+            session.wait()
+        optimizer.zero_grad()
+        if accumulation is None:
+            toy_loss(ours, batch(seed=2)).backward()
+            toy_loss(model, batch(seed=2)).backward()
+            assert_close(gradients(ours), gradients(model))

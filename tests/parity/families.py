@@ -30,7 +30,8 @@ class Family:
     def labels(self, batch: Batch) -> int:
         """What the losses of a window are divided by together."""
         labels: Tensor = batch["labels"]
-        return int((labels[:, 1:] != -100).sum()) if labels.dtype == torch.int64 else labels.numel()
+        tokens = labels.dtype == torch.int64 and labels.dim() > 1
+        return int((labels[:, 1:] != -100).sum()) if tokens else labels.numel()
 
 
 def token_batch(rows: int, length: int, seed: int) -> Batch:

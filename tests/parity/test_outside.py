@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import headrace
 from against_plain import (
@@ -164,6 +165,49 @@ def test_modes_that_change_between_forward_and_backward(options: dict[str, Any])
 
     torch.manual_seed(0)
     trains_alike(Toy([Block(20, 27, dropout=0.4) for _ in range(3)]), loss, **options)
+
+
+def test_hooks_inside_blocks_are_told() -> None:
+    """Once; they see the forward and the recompute, and a gradient of what they collect is no silent zero."""
+    found: list[Tensor] = []
+    with streamed(toy()) as (ours, _):
+        toy_loss(ours, batch()).backward()
+        assert not [event for event in headrace.session(ours).events if event.kind == "hooks"]
+        ours.blocks[1].up.register_forward_hook(lambda module, args, out: found.append(out))
+        loss = toy_loss(ours, batch())
+        assert len(found) == 1
+        with pytest.raises(StepError, match="a gradient is wanted of a tensor that a streamed block computed"):
+            (loss + found[0].square().mean()).backward()
+        ours.zero_grad()
+        toy_loss(ours, batch()).backward()
+        (event,) = [event for event in headrace.session(ours).events if event.kind == "hooks"]
+        assert "up of Block" in event.text
+        assert len(found) > 2
+
+
+def test_recorders_of_transformers_are_no_hooks_of_the_users() -> None:
+    ids = batch(vocabulary=257)
+    with streamed(llama(layers=2)) as (ours, _):
+        ours(input_ids=ids, labels=ids, output_attentions=True, output_hidden_states=True).loss.backward()
+        assert not [event for event in headrace.session(ours).events if event.kind == "hooks"]
+
+
+def test_a_reentrant_checkpoint_inside_a_block_is_refused_in_words() -> None:
+    """Under recompute torch itself cannot run it; kept activations can."""
+
+    class Checked(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = checkpoint(super().forward, x, use_reentrant=True)
+            return result
+
+    torch.manual_seed(0)
+    model = Toy([Checked(20, 27) for _ in range(3)])
+    with (
+        streamed(model) as (ours, _),
+        pytest.raises(StepError, match=r"blocks\.2 holds a checkpoint with use_reentrant"),
+    ):
+        toy_loss(ours, batch()).backward()
+    trains_alike(model, recompute=False)
 
 
 def test_functional_call() -> None:

@@ -40,6 +40,8 @@ class Executor:
         self._lock = threading.Lock()
         self._walk: Callable[[], Walk | None] = lambda: None
         """The pass that began last, if its ops are still of interest."""
+        self.settle: Callable[[], None] = lambda: None
+        """Called before anyone waits: gives up a backward that an error has ended, whose other ops will never run."""
         _OPEN.add(self)
         dropped = weakref.finalize(self, _stop_all, list(self._lanes.values()))
         dropped.atexit = False  # `end` sees to that
@@ -113,6 +115,7 @@ class Executor:
 
     def wait(self, *tokens: str, on_stream: bool = False) -> None:
         """Wait until the last ops that gave these tokens are done (on the current stream only, if `on_stream`)."""
+        self.settle()
         for token in tokens:
             done = self._tokens.get(token)
             if done is not None:
@@ -123,6 +126,7 @@ class Executor:
 
     def drain(self) -> None:
         """Wait until all host work (updates, writes) is done. Raises the first error any of it met."""
+        self.settle()
         with self._lock:
             waiting, self._unwatched = self._unwatched, []
         error: BaseException | None = None

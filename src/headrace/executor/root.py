@@ -79,15 +79,18 @@ class Roots:
 
     def check_backward(self) -> None:
         """Raise StepError when another thread is inside a backward."""
-        patience = time.monotonic() + 1.0
-        while self._in_backward() and self._backward_thread != threading.get_ident():
-            if time.monotonic() > patience:  # autograd's thread may let go of a backward that failed a moment late
-                _refuse_threads()
-            time.sleep(0.01)
+        if self._backward_thread != threading.get_ident() and self.in_backward():
+            _refuse_threads()
 
-    def _in_backward(self) -> bool:
-        ending = self._ending() if self._ending is not None else None
-        return ending is not None and not ending.over
+    def in_backward(self) -> bool:
+        """Whether one is under way. Autograd lets go of one that failed a moment late: other threads wait for that."""
+        patience = time.monotonic() + 1.0
+        while (ending := self._ending() if self._ending is not None else None) is not None and not ending.over:
+            if self._backward_thread == threading.get_ident() or time.monotonic() > patience:
+                return True
+            del ending
+            time.sleep(0.01)
+        return False
 
 
 class _Ending:

@@ -51,6 +51,7 @@ class Stream:
         self.executor, self.actions, self.inputs, self.sink = executor, actions, inputs, sink
         self.device, self.rows, self.recompute, self.events = regions.device, rows, recompute, events
         self.roots = Roots()
+        executor.settle = lambda: None if self._backward is None or self.roots.in_backward() else self.abandon()
         self.slots: tuple[int | None, ...] = (None,) * regions.placement.slots
         self.early: Callable[[Pass], dict[str, Any] | None] = lambda pass_: None
         """Given a pass whose backward begins: notes for updates inside it, or None when they must wait for step()."""
@@ -236,11 +237,10 @@ class Stream:
 
     def _depart(self, current: Pass, unit: int, kind: str) -> None:
         current.departed = True
-        if self._walk is None:
-            return  # all that was expected came, and now there is more
-        self._abandon_walk()
-        self.events.once("depart", "on demand", "the calls left the expected order; that pass loads weights on demand",
-                         visit=len(current.visits), unit=unit, call=kind)  # fmt: skip
+        if self._walk is not None:  # else all that was expected came, and now there is more
+            self._abandon_walk()
+            text = "the calls left the expected order; that pass loads weights on demand"
+            self.events.once("depart", "on demand", text, visit=len(current.visits), unit=unit, call=kind)
 
     def _end_forward(self) -> None:
         """The pass is over; what it visited is what the next one is expected to visit."""

@@ -6,6 +6,7 @@ would have to pass it raises, for it would be lost.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -54,3 +55,13 @@ def guard_changes(module: nn.Module, name: str, before: Attributes) -> bool:
             anchor = torch.zeros((), requires_grad=True)
             vars(part)[key] = _Lost.apply(value.detach(), label, anchor)  # type: ignore[no-untyped-call]
     return bool(changed)
+
+
+def hooked_parts(block: nn.Module) -> Iterator[str]:
+    """Modules inside a block whose forward has hooks of the user's. transformers' recorders are none: what they collect
+    becomes a result of the block."""
+    for name, part in block.named_modules():
+        hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values(), *part._backward_hooks.values())
+        foreign = [hook for hook in hooks if "output_capturing" not in getattr(hook, "__module__", "")]
+        if name and foreign:
+            yield name

@@ -17,6 +17,7 @@ from headrace.executor.taken import Taken, TakenBlock, TakenEmbeddingCall, Taken
 from headrace.loss.fused import fused_loss, is_causal_lm_loss
 from headrace.model.compiled import Compiler
 from headrace.model.parked import WeightValue
+from headrace.model.side import hooked_parts
 from headrace.model.units import Anatomy
 from headrace.model.visit import Block
 from headrace.session.guard import guard
@@ -76,6 +77,15 @@ def _no_checkpointing(module: nn.Module, stream: Stream) -> None:
         stream.tell_once("checkpointing", "recompute", "gradient checkpointing is left to Headrace's recompute")
 
 
+def _has_hooks(block: nn.Module, stream: Stream) -> bool:
+    """Whether hooks of the user's lie inside, which is told."""
+    part = next(hooked_parts(block), None)
+    if part is not None:
+        text = f"hooks inside blocks ({part} of {type(block).__name__}) run in the forward and again in the recompute; "
+        stream.tell_once("hooks inside", "hooks", text + "a gradient of what they collect is refused")
+    return part is not None
+
+
 def _take_loss(model: nn.Module, heads: list[TakenHeadCall], stream: Stream, undo: list[Callable[[], None]]) -> None:
     """The causal loss of a Hugging Face model is computed from the head's tiles, without logits."""
     get_head = getattr(model, "get_output_embeddings", None)
@@ -110,8 +120,11 @@ def _guard(model: nn.Module, stream: Stream, undo: list[Callable[[], None]]) -> 
         stream.roots.enter(module, args, kwargs)
         for block in blocks:
             _no_checkpointing(block, stream)
+        if untold and any(_has_hooks(block, stream) for block in blocks):
+            untold.clear()
 
     blocks = [call.module for call in _taken_blocks(model)]
+    untold = ["hooks"] if stream.recompute else []
     begin, end = torch.compiler.disable(begin), torch.compiler.disable(lambda *call: stream.roots.leave())
     undo.append(model.register_forward_pre_hook(begin, with_kwargs=True).remove)
     undo.append(model.register_forward_hook(end, always_call=True).remove)
