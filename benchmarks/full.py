@@ -140,7 +140,8 @@ def main() -> None:
     parameters = session.spec.parameters
     result = {
         "shape": args.shape, "parameters": parameters, "tokens": args.batch * args.micro_batches * args.sequence,
-        "clip": args.max_grad_norm, "compile": args.compile, "seconds": round(seconds, 3), "norm": optimizer.last_grad_norm,
+        "clip": args.max_grad_norm, "compile": args.compile, "seconds": round(seconds, 3),
+        "norm": optimizer.last_grad_norm,
         "device_reserved_GiB": round(torch.cuda.max_memory_reserved() / 2**30, 2) if cuda else None,
         "device_used_GiB": _used() if cuda else None, "host_peak_GiB": round(peak_rss() / 2**30, 2),
         "host_limit_GiB": round((14.5 * parameters + 4 * 2**30) / 2**30, 2), "opened_s": round(opened, 1),

@@ -132,8 +132,8 @@ def test_verify(tmp_path: Path) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         batches = [{"input_ids": ids, "labels": ids} for ids in (batch(3, 19, step, 257) for step in range(3))]
         places = {tier: {"weights": tier, "state": tier} for tier in ("host", "disk", "device")}
-        options = {"device": "cuda", "device_memory": "64MiB", "disk_dir": tmp_path}
+        options = {"device": "cuda", "device_memory": "160MiB", "disk_dir": tmp_path}
         build = lambda dtype=dtype: llama(dtype=dtype)
         verdict = verify(build, build, batches, places, options)
         assert verdict.passed, [run.failures for run in verdict.runs]
-        assert all(0 < run.device_peak <= 64 << 20 for run in verdict.runs)
+        assert all(0 < run.device_peak <= 160 << 20 for run in verdict.runs)

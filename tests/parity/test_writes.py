@@ -113,8 +113,10 @@ class WritesLater(Decays):
 
 def test_a_block_that_begins_to_write_later_is_refused() -> None:
     batch = torch.randn(5, 3, 8)
-    with streamed(Model(WritesLater, True)) as (ours, _), pytest.raises(headrace.StepError, match="wrote into an arg"):
-        for _ in range(3):
+    with streamed(Model(WritesLater, True)) as (ours, _):
+        for _ in range(2):
+            ours(batch).backward()
+        with pytest.raises(headrace.StepError, match="wrote into an argument"):
             ours(batch).backward()
 
 

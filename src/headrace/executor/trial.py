@@ -16,6 +16,7 @@ from headrace.executor.head import LOGITS_AT_ONCE
 from headrace.executor.sink import Sink
 from headrace.model.surroundings import RandomState
 from headrace.model.visit import BlockVisit
+from headrace.spec.model import ModelSpec
 
 LOGIT_BYTES = 8
 """Working memory of the loss for each logit of a tile by chunk."""
@@ -54,7 +55,7 @@ class Trial:
         hidden = max((t.nbytes for t in (*tensors, *results) if t.is_floating_point()), default=0)
         base = torch.cuda.memory_allocated(device)
         random = RandomState.now(device)
-        loss = LOGITS_AT_ONCE * LOGIT_BYTES
+        loss = _loss_bytes(visit.stream.spec, hidden)
         with torch.enable_grad(), self.sink.ignoring():
             needs = [t.is_floating_point() and t.requires_grad for t in tensors]
             grads = [torch.ones_like(r) if r.is_floating_point() else None for r in results]
@@ -87,8 +88,9 @@ class Trial:
             advice = "Use shorter sequences, a smaller batch, a smaller window, or more device_memory"
         raise PlanError(
             f"this batch needs {format_bytes(self.bound or 0)} on the device, not {format_bytes(self.budget or 0)}",
-            f"a block of {rows} rows takes {format_bytes(work)}, weights and gradients {format_bytes(base)}, "
-            f"hidden states of the batch {format_bytes(WINDOW_BUFFERS * hidden)}",
+            f"allocated already {format_bytes(base)} (weights, gradients, libraries' workspaces), a block of {rows} "
+            f"rows {format_bytes(work)} or the loss {format_bytes(loss)}, hidden states of the batch "
+            f"{format_bytes(WINDOW_BUFFERS * hidden)}",
             advice,
         )
 
@@ -99,6 +101,16 @@ class Trial:
             self.events.once(
                 "peak", kind, f"measured device peak {format_bytes(peak)}, bound {format_bytes(self.bound)}"
             )
+
+
+def _loss_bytes(spec: ModelSpec, hidden: int) -> int:
+    """Working memory of a tile of the head by a chunk of the tokens, given the bytes of all hidden states."""
+    heads = [(spec.units[tile], matrix) for matrix in spec.matrices for tile in matrix.tiles]
+    most = 0
+    for tile, matrix in heads:
+        tokens = hidden // matrix.row_bytes + 1
+        most = max(most, tile.parameters // matrix.columns * tokens)
+    return min(most if heads else LOGITS_AT_ONCE, LOGITS_AT_ONCE) * LOGIT_BYTES
 
 
 def _peak(device: torch.device, run: Callable[[], object]) -> int:

@@ -33,7 +33,7 @@ class Compiler:
             try:
                 return compiled(*args, **kwargs)
             except Exception as error:
-                result = eager(*args, **kwargs)  # a fault of the model itself is raised again; others are the compiler's
+                result = eager(*args, **kwargs)  # raises again what is a fault of the model, not of the compiler
                 self._failed.add(kind)
                 reason = " ".join(str(error).split()[:30])
                 text = f"{kind.__name__} runs uncompiled: {type(error).__name__}: {reason}"

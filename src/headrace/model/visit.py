@@ -23,6 +23,7 @@ from headrace.model.anchor import Anchor
 from headrace.model.containers import Packed
 from headrace.model.handles import passing_graph, refusing_reentrant, weights_as_handles
 from headrace.model.surroundings import Autocast, Buffers, RandomState, Surroundings, recorded_keys, recording
+from headrace.spec.model import ModelSpec
 
 
 @dataclass(eq=False)
@@ -67,6 +68,9 @@ class Stream(Protocol):
     """Called inside the lease of each forward; bounds the device's peak the first time."""
     witness: Callable[[BlockVisit, Sequence[Tensor], Sequence[bool], Sequence[Tensor | None]], None]
     """Called inside the lease of each backward, with what `BlockVisit.backward` was given."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
 
     def leased(self, visit: BlockVisit, backward: bool) -> contextlib.AbstractContextManager[None]:
         """The block's parameters point at its weights inside; gradients are collected in a backward."""
