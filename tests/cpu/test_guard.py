@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,13 @@ def repeated() -> nn.Module:
     torch.manual_seed(0)
     blocks = [Block(20, 27) for _ in range(3)]
     return Toy([blocks[0], blocks[1], blocks[0], blocks[2]])
+
+
+def sharing() -> nn.Module:
+    """Two blocks share a gain, which stays on the device; all in 16 bits."""
+    model = toy()
+    model.blocks[2].gain = model.blocks[0].gain
+    return model.bfloat16()
 
 
 def convolutions() -> nn.Module:
@@ -102,6 +110,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], Callable[
     "tied": (lambda: toy(tied=True), own, one, {"overlap": False}),
     "frozen": (frozen, own, calls, {"max_grad_norm": 0.1}),
     "repeated": (repeated, own, one, {}),
+    "sharing-bf16": (sharing, own, calls, {}),
     "statistics": (convolutions, squares, one, {}),
     "early": (llama, causal, one, EARLY),
     "early-bf16": (lambda: llama(dtype=torch.bfloat16), causal, one, {**EARLY, **DISK}),
@@ -143,8 +152,11 @@ def test_clean_runs_are_normal_and_the_same(name: str, tmp_path: Path, monkeypat
     assert {check.level for check in checks} == {NORMAL}
 
 
-def test_under_autocast(tmp_path: Path) -> None:
-    """The streamed block computes in bf16, the check in fp32 from the 16-bit weights that stream."""
+def test_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The streamed block computes in bf16, the check in fp32 from the 16-bit weights that stream; once a check."""
+    room = import_module("headrace.session.parity_guard")
+    computed, gradients = [], room.gradients
+    monkeypatch.setattr(room, "gradients", lambda *given: (computed.append(1), gradients(*given))[1])
     for option in (None, "bfloat16"):
         with streamed(llama(), adamw, guard_every=2, autocast=option) as (model, optimizer):
             for step in range(8):
@@ -156,6 +168,7 @@ def test_under_autocast(tmp_path: Path) -> None:
             headrace.session(model).wait()
             checks = headrace.session(model).guard.checks
             assert [check.step for check in checks] == [2, 4, 6, 8]
+            assert len(computed) == (4 if option is None else 8)
             assert all(1e-3 < check.error < 0.02 and check.level == NORMAL for check in checks)
 
 

@@ -210,6 +210,16 @@ def test_shared_bytes_are_sent_once() -> None:
     assert all(torch.equal(block.found[-1], shared) for block in model)
 
 
+def test_a_slice_with_gaps_leaves_its_gaps_behind() -> None:
+    """Only its elements travel, also from a large temporary, and it comes back with its strides."""
+    model = recorders(lambda x: [torch.arange(60 * 70).reshape(60, 70)[:, ::7], torch.ones(9, 9).t()[2:]])
+    paging = paged(model, keep_last=0)
+    with paging:
+        model(torch.tensor(1.5)).backward()
+    assert paging.sent_bytes == 3 * (60 * 10 * 8 + 4 * (7 * 9) + 4)  # and x, of x * scale
+    assert model[0].found[0].stride() == (70, 7) and model[0].found[1].stride() == (1, 9)
+
+
 def test_written_between_two_saves() -> None:
     """The same address with other content is another tensor."""
 
@@ -337,8 +347,14 @@ def test_checkpointed_blocks(reentrant: bool) -> None:
 
     torch.manual_seed(0)
     model = Checkpointed(Toy([Block(20, 27, dropout=0.3) for _ in range(4)]))
+    plain = copy.deepcopy(model)
     paging = assert_trains_alike(model, lambda m, step: toy_loss(m, batch(seed=step)), steps=2, keep_last=1)
-    assert paging.sent_bytes <= 2 * 4 * 3 * 7 * 20 * 4  # at most one input of each block
+    assert 0 < paging.sent_bytes <= 2 * 4 * 3 * 7 * 20 * 4  # at most one input of each block
+    whole = paged(plain)
+    with whole:  # the backward too: what is saved in it stays, and it leaves no page open
+        for step in range(2):
+            toy_loss(plain, batch(seed=step)).backward()
+    assert whole.sent_bytes == paging.sent_bytes
 
 
 def test_whole_loop_inside() -> None:
