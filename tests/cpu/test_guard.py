@@ -355,6 +355,24 @@ def test_a_fault_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
             train_plainly(model, optimizer, 1)
 
 
+def test_a_compiler_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled blocks are checked against the forward that they came with."""
+
+    def wrong(graph: Any, inputs: Any) -> Any:
+        return lambda *given: tuple(factor[0] * result for result in graph(*given))
+
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=wrong))
+    factor = [1.0]
+    with streamed(toy(), sgd, guard_every=1, compile=True, overlap=False) as (model, optimizer):
+        train_with(model, optimizer)
+        assert headrace.session(model).guard.checks[-1].level == NORMAL
+        factor[0] = 1.01
+        with pytest.raises(ParityError, match=r"the gradient of blocks\.1"):
+            train_with(model, optimizer)
+    torch.compiler.reset()
+
+
 def test_a_gradient_that_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     """Infinite in fp32 too: the step is skipped as ever. Infinite only in what was streamed: it stops."""
     with streamed(llama(), sgd, guard_every=1, overlap=False) as (model, optimizer):
@@ -417,7 +435,9 @@ def test_gradients_that_are_dropped() -> None:
         optimizer.step()
         session.wait()
         assert [(check.step, check.block) for check in session.guard.checks] == [(1, "blocks.0")]
-        torch.autograd.grad(own(model, 2), [model.norm.weight])  # gives no weight of a block a gradient
+        x = model.embed(batch())
+        y = model.blocks[3](model.blocks[2](model.blocks[1](model.blocks[0](x))))
+        torch.autograd.grad(y.square().sum(), [x])  # a backward through block 2 that gives its weights no gradient
         own(model, 3).backward()
         optimizer.step()
         session.wait()
