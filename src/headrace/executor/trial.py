@@ -18,7 +18,7 @@ from headrace.model.surroundings import RandomState
 from headrace.model.visit import BlockVisit
 from headrace.spec.model import ModelSpec
 
-LOGIT_BYTES = 8
+LOGIT_BYTES = 14
 """Working memory of the loss for each logit of a tile by chunk."""
 WINDOW_BUFFERS = 6
 """Hidden states of the whole window that the outer forward and the graph hold at a time."""
@@ -110,7 +110,8 @@ def _loss_bytes(spec: ModelSpec, hidden: int) -> int:
     for tile, matrix in heads:
         tokens = hidden // matrix.row_bytes + 1
         most = max(most, tile.parameters // matrix.columns * tokens)
-    return min(most if heads else LOGITS_AT_ONCE, LOGITS_AT_ONCE) * LOGIT_BYTES
+    # The gradient of the hidden states adds up in fp32.
+    return min(most if heads else LOGITS_AT_ONCE, LOGITS_AT_ONCE) * LOGIT_BYTES + 2 * hidden
 
 
 def _peak(device: torch.device, run: Callable[[], object]) -> int:

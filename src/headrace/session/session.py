@@ -252,8 +252,8 @@ class Session:
             raise
 
     def gradient(self, name: str) -> Tensor:
-        """The gradient (fp32) that the next step will use for a weight."""
-        return self._gradients.current(name)
+        """The gradient (fp32, on the CPU) that the next step will use for a weight."""
+        return self._gradients.current(name).cpu()
 
     def set_gradient(self, name: str, value: Tensor) -> None:
         """Replace a weight's gradient before step(). `value`: the weight's shape."""
