@@ -46,6 +46,8 @@ class Trial:
     bound: int | None = None
     """Most bytes of device memory that a step is expected to use."""
     guard: Rehearsed | None = None
+    guard_bytes: int = 0
+    """What its check takes beyond a visit of the block."""
 
     def __call__(self, visit: BlockVisit, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """Recompute and differentiate the block on its real arguments, and throw the gradients away."""
@@ -69,6 +71,7 @@ class Trial:
                     self.events.add("guard", "the device has no room to check a block in one piece: it is checked some "
                                     "rows at a time", block=format_bytes(check))  # fmt: skip
                     check = _peak(device, lambda: guard.rehearse(visit, tensors, needs, grads)) - base
+                self.guard_bytes = max(0, check - work)
                 work = max(work, check)
         random.restore(device)
         self.bound = base + max(work, loss) + WINDOW_BUFFERS * hidden
@@ -86,6 +89,8 @@ class Trial:
             advice = f"Use rows={fitting}: so many rows of the batch at once fit"
         else:
             advice = "Use shorter sequences, a smaller batch, a smaller window, or more device_memory"
+        if self.guard_bytes:
+            advice += f"; without guard_every it is {format_bytes(self.guard_bytes)} less"
         raise PlanError(
             f"this batch needs {format_bytes(self.bound or 0)} on the device, not {format_bytes(self.budget or 0)}",
             f"allocated already {format_bytes(base)} (weights, gradients, libraries' workspaces), a block of {rows} "
