@@ -132,7 +132,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("targets", TARGETS)
 def test_adapters_on_fused_experts(targets: str) -> None:
     """Report 43: experts are three-dimensional parameters, not linear modules. Those that peft adapts train and get
-    gradients; headrace.memory_report's state counts what trains."""
+    gradients; an event counts and names what trains, so that experts left out show."""
     model = adapted(build("Qwen3Moe", **EXPERTS), **TARGETS[targets])
     names = trained(model)
     on_experts = [name for name in names if "experts" in name]
@@ -143,9 +143,24 @@ def test_adapters_on_fused_experts(targets: str) -> None:
         pair.same_state()
         after = weights(pair.ours)
         assert all(not torch.equal(after[name], before[name]) for name in names)
+        told = told_trained(pair.ours)
+        assert f" {len(names)} of {len(before)} parameters train" in told
+        assert "layers.*.mlp.experts." in told and f"elements={floats_of(model, names)}," in told
         state = headrace.memory_report(pair.ours)["host"]["state"]
-        floats = 4 * 2 * sum(model.get_parameter(name).numel() for name in names)
-        assert floats <= state <= 1.3 * floats + 4096
+        moments = 4 * 2 * floats_of(model, names)
+        assert moments <= state <= 1.3 * moments + 4096
+    attention = adapted(build("Qwen3Moe", **EXPERTS), target_modules=["q_proj"])
+    with streamed(attention, adamw) as (ours, _):
+        assert "self_attn.q_proj.lora_A" in told_trained(ours) and "experts" not in told_trained(ours)
+
+
+def told_trained(model: Any) -> str:
+    (told,) = [str(event) for event in headrace.session(model).events if event.kind == "trained"]
+    return told
+
+
+def floats_of(model: nn.Module, names: list[str]) -> int:
+    return sum(model.get_parameter(name).numel() for name in names)
 
 
 # -- saving and resuming ----------------------------------------------------------------------------------------------

@@ -1,11 +1,12 @@
-"""Adapters of peft on a streamed model: saved without reading the base, streamed out when merged, or not merged."""
+"""Adapters of peft on a streamed model: which there are, saving without the base, merging without placeholders."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -18,6 +19,21 @@ from headrace.model.parked import WeightValue
 
 MERGING = ("merge_and_unload", "merge_adapter")
 """Methods of peft's tuners that write adapters into the base."""
+KINDS_SHOWN = 16
+"""Kinds of trained parameters that one event lists."""
+
+
+def tell_trained(model: nn.Module, trained: Container[int], events: EventLog) -> None:
+    """One event that names what trains beside what is frozen: adapters that found fewer places than meant show in it.
+    `trained`: ids of parameters."""
+    named = list(model.named_parameters())
+    chosen = [(name, p) for name, p in named if id(p) in trained]
+    if len(chosen) < len(named):
+        kinds = dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name) for name, _ in chosen)
+        shown = ", ".join(list(kinds)[:KINDS_SHOWN])
+        rest = f" and {len(kinds) - KINDS_SHOWN} more" if len(kinds) > KINDS_SHOWN else ""
+        events.add("trained", f"{len(chosen)} of {len(named)} parameters train: {shown}{rest}",
+                   elements=sum(p.numel() for _, p in chosen), of=sum(p.numel() for _, p in named))  # fmt: skip
 
 
 def guard_adapters(model: Any, events: EventLog, undo: list[Callable[[], None]]) -> None:

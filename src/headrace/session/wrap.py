@@ -32,6 +32,7 @@ from headrace.plan.summary import summary
 from headrace.schedule import build
 from headrace.schedule.build import ROWS, Visit
 from headrace.session import options as option_room
+from headrace.session.adapters import tell_trained
 from headrace.session.fill import fill, fill_state, give_back
 from headrace.session.install import install
 from headrace.session.options import Options
@@ -166,6 +167,7 @@ def _anatomy(
     if outside:
         events.add("frozen", "parameters that require gradients but are in no optimizer group are treated as frozen",
                    parameters=outside)  # fmt: skip
+    tell_trained(model, groups, events)
     if (
         options.moments == "bfloat16"
         and rule.kind != "sgd"
