@@ -15,7 +15,8 @@ import headrace
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "src" / "headrace").rglob("*.py"))
-OURS = sorted(path for folder in ("src", "tests", "scripts", "demo", ".ci") for path in (ROOT / folder).rglob("*"))
+FOLDERS = ("src", "tests", "scripts", "demo", "examples", "benchmarks", ".ci")
+OURS = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))
 HEAVY = {"torch", "transformers", "peft", "accelerate", "numba", "numpy", "safetensors", "rich", "typer", "pydantic"}
 PUBLIC = """wrap unwrap session memory_report find_blocks accumulate offload_activations load_model linear_cross_entropy
     causal_lm_loss AdamW Session HeadraceError OptionError ModelError OptimizerError PlanError StoreError

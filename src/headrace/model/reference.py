@@ -1,5 +1,7 @@
-"""A block's weight gradients, computed a second time beside the streaming path: from the saved arguments of a visit and
-the gradients that arrived at its results, with other weights, in one piece, and without the sink.
+"""A block's weight gradients, computed a second time beside the streaming path.
+
+From the saved arguments of a visit and the gradients that arrived at its results; with weights given from elsewhere, in
+one piece, and without the sink.
 
 In fp32 where it can be: a block that draws random numbers draws other ones in another format or for other rows, so that
 one runs as its visit did.
