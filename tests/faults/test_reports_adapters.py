@@ -303,6 +303,23 @@ def test_merging_into_a_tied_model(kind: str, streaming: bool, tmp_path: Path) -
     torch.testing.assert_close(logits(again), reached, rtol=0, atol=2e-5)
 
 
+def test_a_merged_model_is_saved_with_every_argument_of_transformers(tmp_path: Path) -> None:
+    """Report 70: a folder and max_shard_size stream; with more, transformers writes the same, and it is told that all
+    weights are in memory then."""
+    with streamed(adapted(llama(2), init_lora_weights=False), adamw) as (ours, _):
+        whole = ours.merge_and_unload()
+        expected = weights(whole)
+        whole.save_pretrained(tmp_path / "a", max_shard_size="100KB")
+        assert not [event for event in headrace.session(ours).events if event.kind == "save"]
+        whole.save_pretrained(tmp_path / "b", True)
+        whole.save_pretrained(tmp_path / "c", variant="other")
+        assert len([event for event in headrace.session(ours).events if event.kind == "save"]) == 2
+    assert len(list((tmp_path / "a").glob("*.safetensors"))) > 2
+    for folder in "abc":
+        files = map(load_file, (tmp_path / folder).glob("*.safetensors"))
+        assert_equal({name: value for file in files for name, value in file.items()}, expected)
+
+
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
 def test_a_merge_that_would_change_both_uses_of_a_weight_is_refused(target: str, tmp_path: Path) -> None:
     """Report 69: an adapter on one use of a tied weight. It is told before training starts; the merge is refused, and

@@ -16,6 +16,7 @@ from headrace.base.events import EventLog
 from headrace.base.units import parse_bytes
 from headrace.checkpoint.export import save_pretrained as export
 from headrace.model.parked import WeightValue
+from headrace.session.guard import attach
 
 MERGING = ("merge_and_unload", "merge_adapter")
 """Methods of peft's tuners that write adapters into the base."""
@@ -41,10 +42,10 @@ def guard_adapters(model: Any, events: EventLog, undo: list[Callable[[], None]])
     if not hasattr(model, "peft_config"):
         return
     if hasattr(model, "save_pretrained"):
-        _put(model, "save_pretrained", _saver(model), undo)
+        attach(model, "save_pretrained", _saver(model), undo)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if base is not model and hasattr(base, "save_pretrained"):
-        _put(base, "save_pretrained", _saver_of_merged(base, model), undo)
+        attach(base, "save_pretrained", _saver_of_merged(base, model), undo)
     shared = dict(_on_shared_weights(model))
     if shared:
         places = "; ".join(f"{name} and {', '.join(others)}" for name, others in shared.items())
@@ -54,12 +55,7 @@ def guard_adapters(model: Any, events: EventLog, undo: list[Callable[[], None]])
         for module in model.modules():
             for name in MERGING:
                 if hasattr(type(module), name):
-                    _put(module, name, refuse, undo)
-
-
-def _put(module: nn.Module, name: str, value: object, undo: list[Callable[[], None]]) -> None:
-    module.__dict__[name] = value
-    undo.append(lambda: module.__dict__.pop(name, None))
+                    attach(module, name, refuse, undo)
 
 
 def _on_shared_weights(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
@@ -106,12 +102,16 @@ def _saver_of_merged(base: Any, model: Any) -> Callable[..., Any]:
     original = base.save_pretrained
 
     @functools.wraps(original)
-    def save_pretrained(save_directory: Any, max_shard_size: int | str = "5GB", **others: Any) -> Any:
-        if others or any(hasattr(module, "base_layer") for module in base.modules()):
-            return original(save_directory, max_shard_size=max_shard_size, **others)
-        model._headrace_session.wait()
+    def save_pretrained(save_directory: Any, *given: Any, **named: Any) -> Any:
+        """Stream the base to a folder, block by block; by transformers' own way where that is asked for more."""
+        session, unmerged = model._headrace_session, any(hasattr(module, "base_layer") for module in base.modules())
+        if unmerged or given or named.keys() - {"max_shard_size"}:
+            why = "its adapters are not merged" if unmerged else "it was given more than a folder and max_shard_size"
+            session.events.add("save", f"save_pretrained of the base reads all weights into memory at once: {why}")
+            return original(save_directory, *given, **named)
+        session.wait()
         export(base, save_directory, lambda name: _read(base.get_parameter(name)),
-               max_shard_bytes=parse_bytes(max_shard_size))  # fmt: skip
+               max_shard_bytes=parse_bytes(named.get("max_shard_size", "5GB")))  # fmt: skip
         return None
 
     return save_pretrained

@@ -10,21 +10,20 @@ from torch import Tensor, nn
 
 from headrace.base.errors import StepError
 from headrace.executor.stream import Stream
-from headrace.session.adapters import guard_adapters
 
 
 def guard(model: nn.Module, stream: Stream, undo: list[Callable[[], None]]) -> None:
     """Moves, casts, copies, pickles, and parameters replaced by `load_state_dict(assign=True)`: of the model and its
     parts."""
     for module in model.modules():
-        _put(module, "_apply", Moves(module, stream), undo)
+        attach(module, "_apply", Moves(module, stream), undo)
         undo.append(module.register_load_state_dict_pre_hook(_copier(stream)).remove)
-    _put(model, "__deepcopy__", lambda memo: _refuse("copied"), undo)  # before any weight is read
-    _put(model, "__reduce_ex__", lambda protocol: _refuse("pickled"), undo)
-    guard_adapters(model, stream.events, undo)
+    attach(model, "__deepcopy__", lambda memo: _refuse("copied"), undo)  # before any weight is read
+    attach(model, "__reduce_ex__", lambda protocol: _refuse("pickled"), undo)
 
 
-def _put(module: nn.Module, name: str, value: object, undo: list[Callable[[], None]]) -> None:
+def attach(module: nn.Module, name: str, value: object, undo: list[Callable[[], None]]) -> None:
+    """Put an attribute of the instance before that of its class, until `undo` takes it away."""
     module.__dict__[name] = value
     undo.append(lambda: module.__dict__.pop(name, None))
 

@@ -20,7 +20,8 @@ from headrace.model.parked import WeightValue
 from headrace.model.side import hooked_parts
 from headrace.model.units import Anatomy
 from headrace.model.visit import Block
-from headrace.session.guard import guard
+from headrace.session.adapters import guard_adapters
+from headrace.session.guard import attach, guard
 
 
 def install(
@@ -135,12 +136,11 @@ def _guard(model: nn.Module, stream: Stream, undo: list[Callable[[], None]]) -> 
                 state[name] = value.plain()
 
     undo.append(model.register_state_dict_post_hook(plain_state).remove)
-    model.__dict__["zero_grad"] = lambda set_to_none=True: owner(model).zero_grad()
-    undo.append(lambda: model.__dict__.pop("zero_grad", None))
+    attach(model, "zero_grad", lambda set_to_none=True: owner(model).zero_grad(), undo)
     guard(model, stream, undo)
+    guard_adapters(model, stream.events, undo)
     if hasattr(model, "save_pretrained") and not hasattr(model, "peft_config"):  # peft saves adapters itself
-        model.__dict__["save_pretrained"] = _saver(model)
-        undo.append(lambda: model.__dict__.pop("save_pretrained", None))
+        attach(model, "save_pretrained", _saver(model), undo)
 
 
 def _taken_blocks(model: nn.Module) -> list[TakenBlock]:

@@ -242,7 +242,8 @@ def _train_streamed(
             elif first == len(batches):
                 errors = {i.name: max(i, errors.get(i.name, i), key=lambda e: e.error) for i in found}
             optimizer.step()
-            run.norm_errors.append(_relative(optimizer.last_grad_norm or math.nan, trace.norms[step]))
+            norm = optimizer.last_grad_norm
+            run.norm_errors.append(_relative(math.nan if norm is None else norm, trace.norms[step]))
             optimizer.zero_grad()
         run.gradients = sorted(errors.values(), key=lambda item: -item.error)
         asked = placement["weights"] if isinstance(placement, Mapping) else None
@@ -260,17 +261,18 @@ def _wrapped(model: nn.Module, placement: Any, options: Mapping[str, Any]) -> tu
     asked = given.pop("window", None)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, eps=EPSILON)
     model.train()
-    for window in WINDOWS if asked is None else (asked,):
-        try:
-            wrapped, driver = wrap(
-                model, optimizer, placement=placement, window=window, max_grad_norm=CLIP, on_nonfinite="stop", **given
-            )
-        except PlanError:
-            if window == (WINDOWS[-1] if asked is None else asked):
-                raise
-        else:
-            return wrapped, driver, window
-    raise AssertionError("unreachable")
+    *wider, last = WINDOWS if asked is None else (asked,)
+
+    def opened(window: int) -> tuple[nn.Module, Any, int]:
+        wrapped, driver = wrap(
+            model, optimizer, placement=placement, window=window, max_grad_norm=CLIP, on_nonfinite="stop", **given
+        )
+        return wrapped, driver, window
+
+    for window in wider:
+        with contextlib.suppress(PlanError):
+            return opened(window)
+    return opened(last)
 
 
 def _gradient_errors(session: Session, theirs: dict[str, Tensor], step: int) -> list[TensorError]:
