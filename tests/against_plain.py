@@ -25,10 +25,24 @@ def llama(layers: int = 4, dtype: torch.dtype = torch.float32, **changes: Any) -
     }  # fmt: skip
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**values, **changes}))
+    return own_values(model).to(dtype).train()
+
+
+def gpt2(layers: int = 3, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A GPT-2 of odd sizes that drops out in every block; tied, every tensor with values of its own."""
+    import transformers
+
+    values = {"vocab_size": VOCABULARY, "n_embd": 48, "n_layer": layers, "n_head": 4, "n_positions": 64}
+    torch.manual_seed(0)
+    return own_values(transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**values, **changes}))).to(dtype).train()
+
+
+def own_values(model: Any) -> Any:
+    """Norms of ones and biases of zeros would hide mistakes."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape))
-    return model.to(dtype).train()
+    return model
 
 
 class Block(nn.Module):

@@ -14,8 +14,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+import against_plain
 import headrace
-from against_plain import VOCABULARY, assert_close, llama, weights
+from against_plain import VOCABULARY, assert_close, llama, own_values, weights
 from headrace.integrations.transformers import HeadraceTrainer, StreamedTraining
 
 HOST: dict[str, Any] = {"placement": {"weights": "host", "state": "host"}, "window": 1, "debug": True}
@@ -23,11 +24,8 @@ HOST: dict[str, Any] = {"placement": {"weights": "host", "state": "host"}, "wind
 
 
 def gpt2(**changes: Any) -> Any:
-    values = {"vocab_size": VOCABULARY, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 64}
-    none = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**values, **none, **changes}))
-    return _with_own_values(model)
+    """Without dropout, which draws other masks where micro-batches take turns."""
+    return against_plain.gpt2(**{"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, **changes})
 
 
 def mixtral(**changes: Any) -> Any:
@@ -37,14 +35,7 @@ def mixtral(**changes: Any) -> Any:
         "output_router_logits": True, "router_aux_loss_coef": 0.5, "max_position_embeddings": 64,
     }  # fmt: skip
     torch.manual_seed(0)
-    return _with_own_values(transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**values, **changes})))
-
-
-def _with_own_values(model: Any) -> Any:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape))
-    return model
+    return own_values(transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**values, **changes})))
 
 
 MODELS = {"llama": lambda: llama(3), "gpt2": gpt2, "mixtral": mixtral}

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 import headrace
-from against_plain import batch, llama, toy, toy_loss
+from against_plain import batch, gpt2, llama, toy, toy_loss
 from headrace.base.errors import PlanError
 from headrace.executor import sink
 from headrace.executor.actions import Actions
@@ -44,12 +43,6 @@ def verified(model: nn.Module, folder: Path, *placements: str, loss: Any = None,
         lambda: copy.deepcopy(model), lambda: copy.deepcopy(model), batches, place(*placements),
         {**OPTIONS, "disk_dir": folder, **options}, loss=loss,
     )  # fmt: skip
-
-
-def gpt2() -> Any:
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(vocab_size=257, n_embd=48, n_layer=3, n_head=4, n_positions=64)
-    return transformers.GPT2LMHeadModel(config)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "tied", "toy", "bf16"])

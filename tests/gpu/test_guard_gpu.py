@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 import headrace
-from against_plain import adamw, batch, hf_loss, llama, streamed
+from against_plain import adamw, batch, gpt2, hf_loss, llama, streamed
 from headrace.base.errors import ParityError
 from headrace.executor.actions import Actions
 from headrace.session.parity_guard import NORMAL
@@ -25,12 +24,6 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def gpt2(dtype: torch.dtype) -> Any:
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(vocab_size=257, n_embd=48, n_layer=4, n_head=4, n_positions=64)
-    return transformers.GPT2LMHeadModel(config).to(dtype).train()
 
 
 def train(model: Any, optimizer: Any, step: int, rows: int = 3, length: int = 17) -> None:

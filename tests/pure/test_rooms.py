@@ -79,6 +79,12 @@ def test_every_module_is_short_and_says_what_it_is(path: Path) -> None:
     assert 10 <= len(docstring.splitlines()[0]) <= 120
 
 
+def test_every_test_file_is_short() -> None:
+    """At most 400 lines: a longer one is divided by topic."""
+    lengths = {path.relative_to(ROOT): path.read_text().count("\n") for path in (ROOT / "tests").rglob("*.py")}
+    assert {str(path): lines for path, lines in lengths.items() if lines > 400} == {}
+
+
 def test_names_are_nouns() -> None:
     """No manager, helper, utils, handler, common or engine among modules and classes."""
     found = [str(path.relative_to(ROOT)) for path in SOURCES if EMPTY_WORDS.search(path.stem)]
