@@ -1,4 +1,4 @@
-"""A backward that an error ends: graphs of other forwards keep their gradients, and nobody waits for what never comes."""
+"""A backward that an error ends: other graphs keep their gradients, and nobody waits for what never comes."""
 
 from __future__ import annotations
 
