@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from headrace.model.surroundings import RandomState
+
 Forward = Callable[..., Any]
 
 
@@ -18,8 +20,8 @@ class Compiler:
     again where an attribute that the code reads differs.
     """
 
-    def __init__(self, tell: Callable[[str, str, str], None]) -> None:
-        self._tell = tell
+    def __init__(self, device: torch.device, tell: Callable[[str, str, str], None]) -> None:
+        self._device, self._tell = device, tell
         self._failed: set[type[nn.Module]] = set()
 
     def compile(self, module: nn.Module) -> Forward:
@@ -30,9 +32,11 @@ class Compiler:
         def run(*args: Any, **kwargs: Any) -> Any:
             if kind in self._failed:
                 return eager(*args, **kwargs)
+            random = RandomState.now(self._device)
             try:
                 return compiled(*args, **kwargs)
             except Exception as error:
+                random.restore(self._device)  # it may fail half-way, after numbers that the recompute will draw again
                 result = eager(*args, **kwargs)  # raises again what is a fault of the model, not of the compiler
                 self._failed.add(kind)
                 reason = " ".join(str(error).split()[:30])

@@ -29,7 +29,7 @@ def install(
 ) -> list[Taken]:
     """Take over the calls of blocks, embeddings and heads; watch gradients; guard what would copy the model."""
     taken: list[Taken] = []
-    compiler = Compiler(stream.tell_once)
+    compiler = Compiler(stream.device, stream.tell_once)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(stream.device)
     for unit, module in anatomy.blocks.items():
