@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "tests/README.md"]
+DOCUMENTS = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "tests/README.md", "examples/README.md"]
 REPORTS = {1, *range(3, 19), 20, 21, 22, 26, 28, 29, 31, 33, *range(36, 47), 48, 49, 59, 60, 63, 66}
 REPORTS |= {*range(68, 78), *range(80, 84), *range(86, 98), 99}
 SCRIPTS = sorted(path for path in [*(ROOT / "scripts").iterdir(), ROOT / ".ci" / "run"] if path.is_file())
@@ -59,7 +59,7 @@ def test_constraints_pin_the_whole_development_set() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     assert set(extras) == {"data", "peft", "gguf", "report", "trl", "dev"}
-    for text in [*project["dependencies"], *extras["dev"], *extras["gguf"], *extras["peft"]]:
+    for text in sum(extras.values(), project["dependencies"]):
         requirement = Requirement(text)
         assert pins[canonicalize_name(requirement.name)] in requirement.specifier
     assert pins["torch"] == "2.13.0"
