@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 
 logger = logging.getLogger("headrace")
 
+MOST = 10_000
+"""Events that are kept. Of more, those in the middle go: the first tell how a session was set up, the last what it does
+now."""
+
 
 @dataclass(frozen=True)
 class Event:
@@ -36,6 +40,8 @@ class EventLog:
         event = Event(kind, text, numbers)
         with self._lock:
             self._events.append(event)
+            if len(self._events) > MOST:
+                del self._events[MOST // 2]
         logger.log(self._level, "%s", event)
 
     def once(self, key: str, kind: str, text: str, **numbers: object) -> None:

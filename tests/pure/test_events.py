@@ -1,0 +1,31 @@
+"""The event log: what it keeps of a run that takes long, and what it says once."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from headrace.base import events
+from headrace.base.events import EventLog
+
+
+def test_the_first_and_the_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check of every step would fill the memory of a long run: those in the middle go."""
+    monkeypatch.setattr(events, "MOST", 6)
+    log = EventLog()
+    for number in range(20):
+        log.add("check", f"step {number}")
+    assert [event.text for event in log] == [f"step {number}" for number in (0, 1, 2, 17, 18, 19)]
+    assert len(log) == 6
+
+
+def test_what_is_said_once_and_how_it_prints(caplog: pytest.LogCaptureFixture) -> None:
+    """By key and not by text; through the logger `headrace`, as a warning when verbose."""
+    with caplog.at_level(logging.INFO, "headrace"):
+        for log in (EventLog(), EventLog(verbose=True)):
+            log.once("rows A", "rows", "A runs whole", batch=3)
+            log.once("rows A", "rows", "A runs whole, too", batch=4)
+            log.once("rows B", "rows", "A runs whole", batch=3)
+            assert list(map(str, log)) == ["[rows] A runs whole (batch=3)"] * 2
+    assert [record.levelname for record in caplog.records] == ["INFO"] * 2 + ["WARNING"] * 2
