@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import headrace
 from against_plain import Block, Toy, assert_close, batch, gradients, sgd, streamed, toy, toy_loss, weights
 from headrace.base.errors import StepError
+from headrace.model.surroundings import Autocast
 
 
 def window_gradients(model: nn.Module, fn: Callable[[Any, Tensor], Tensor], **options: Any) -> None:
@@ -332,7 +333,7 @@ def test_a_gradient_without_a_place_is_an_error() -> None:
     with streamed(toy()) as (ours, _):
         stream, block = headrace.session(ours)._stream, ours.blocks[0].forward.block
         region = torch.zeros(stream.spec.units[block.unit].weights.nbytes, dtype=torch.uint8)
-        with stream.pointed(block.unit, block.parameters, region):
+        with stream.pointed(block, region, Autocast.now(torch.device("cpu"))):
             with pytest.raises(StepError, match="outside its module's backward"):
                 block.parameters[0].square().sum().backward()
             with stream.sink.ignoring():

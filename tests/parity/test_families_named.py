@@ -11,6 +11,7 @@ from torch import nn
 
 import headrace
 from headrace.executor import stream
+from headrace.executor.executor import Executor
 from parity.cases import CLIP, Case
 from parity.named_families import NAMED, build
 from parity.reference import (
@@ -190,3 +191,32 @@ def logits_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     loss = nn.functional.cross_entropy(logits, labels.reshape(-1), ignore_index=-100)
     aux = getattr(output, "aux_loss", None)
     return loss if aux is None else loss + 0.1 * aux
+
+
+@pytest.mark.parametrize("name", ["t5", "albert", "deberta", "qwen2-vl"])
+@pytest.mark.parametrize("window", [False, True])
+def test_one_program_each_way(name: str, window: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where an embedding or a block comes twice in one forward: from the second step on nothing is loaded on
+    demand. In the first step only what nothing announced is."""
+    programs: list[str] = []
+    start = Executor.start
+    monkeypatch.setattr(
+        Executor,
+        "start",
+        lambda self, program, notes=None: programs.append(program.name) or start(self, program, notes),
+    )
+    family, model = NAMED[name], build(name)
+    model, optimizer = headrace.wrap(
+        model, sgd(model.parameters()), device="cpu", placement={"weights": "host", "state": "host"}
+    )
+    with headrace.session(model):
+        for step in range(3):
+            programs.clear()
+            batches = [family.batch(2, 5, step), family.batch(3, 4, step)]
+            if window:
+                headrace.accumulate(lambda batch: family.loss(model, batch, None), batches).backward()
+            else:
+                family.loss(model, batches[0], None).backward()
+            assert programs.count("backward") == 1
+            assert programs.count("forward") == 1 or step == 0
+            optimizer.step(), optimizer.zero_grad()

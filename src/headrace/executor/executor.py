@@ -40,8 +40,8 @@ class Executor:
         self._lock = threading.Lock()
         self._walk: Callable[[], Walk | None] = lambda: None
         """The pass that began last, if its ops are still of interest."""
-        self.settle: Callable[[], None] = lambda: None
-        """Called before anyone waits: gives up a backward that an error has ended, whose other ops will never run."""
+        self.settle: Callable[[], Callable[[], None] | None] = lambda: None
+        """What is called before anyone waits, see Stream.settle; weak, since hooks of parameters reach the executor."""
         _OPEN.add(self)
         dropped = weakref.finalize(self, _stop_all, list(self._lanes.values()))
         dropped.atexit = False  # `end` sees to that
@@ -113,9 +113,14 @@ class Executor:
     def stream(self) -> torch.cuda.Stream | None:
         return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
+    def _settle(self) -> None:
+        settle = self.settle()
+        if settle is not None:
+            settle()
+
     def wait(self, *tokens: str, on_stream: bool = False) -> None:
         """Wait until the last ops that gave these tokens are done (on the current stream only, if `on_stream`)."""
-        self.settle()
+        self._settle()
         for token in tokens:
             done = self._tokens.get(token)
             if done is not None:
@@ -126,7 +131,7 @@ class Executor:
 
     def drain(self) -> None:
         """Wait until all host work (updates, writes) is done. Raises the first error any of it met."""
-        self.settle()
+        self._settle()
         with self._lock:
             waiting, self._unwatched = self._unwatched, []
         error: BaseException | None = None

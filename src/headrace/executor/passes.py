@@ -20,17 +20,34 @@ class Pass:
     """One forward through the model, and what its backward needs."""
 
     training: bool
+    expected: list[Visit] = field(default_factory=list)
+    """What it is expected to visit."""
+    root: object = None
+    """The call of the model, or the window, that it belongs to; None when a part of the model was called."""
+    reached: int = 0
+    """How many expected visits are behind it."""
     visits: list[Visit] = field(default_factory=list)
     inputs: dict[int, SavedInput] = field(default_factory=dict)
     seen: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
     """Argument tensors of earlier visits: what several blocks share is kept on the device once."""
-    departed: bool = False
     micro_batches: int = 1
     """Calls that meet at each of its visits."""
     updates: int = 0
     """`Stream.updates` when it began: its backward needs the same weights."""
     anchors: list[Anchor] = field(default_factory=list)
     """Those of its visits."""
+
+    def begins(self, unit: int, kind: str) -> bool:
+        """Whether such a visit is the first that it expects."""
+        return bool(self.expected) and (self.expected[0].unit, self.expected[0].kind) == (unit, kind)
+
+    def onwards(self, unit: int, kind: str) -> list[Visit]:
+        """The visits to be expected from this one on, which has not come as expected; itself when it was never due."""
+        for index in range(self.reached, len(self.expected)):
+            if (self.expected[index].unit, self.expected[index].kind) == (unit, kind):
+                self.reached = index + 1
+                return self.expected[index:]
+        return [Visit(unit, kind)]
 
     def weights_wanted(self) -> bool:
         """The backward under way accumulates weights' gradients: not so under autograd.grad, or with inputs=."""

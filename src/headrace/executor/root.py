@@ -23,7 +23,8 @@ class RootCall:
     """One call of a model, under way in one thread."""
 
     module: nn.Module
-    caller: object
+    mark: object
+    """Stands for it, and for all calls of one window."""
     thread: int
     training: bool
     """Gradients were on when it began."""
@@ -41,10 +42,11 @@ class Roots:
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model is called. Raises StepError when another thread is inside it."""
-        call = RootCall(module, window() or threading.get_ident(), threading.get_ident(), torch.is_grad_enabled())
+        shared, own = window(), threading.get_ident()
+        call = RootCall(module, object() if shared is None else shared.mark, own, torch.is_grad_enabled())
         if self._calls:
             self._forget_ended(call)
-        if any(other.caller != call.caller for other in self._calls):  # micro-batches of a window take turns
+        if any(call.mark is not other.mark and call.thread != other.thread for other in self._calls):
             _refuse_threads()
         self.check_backward()
         _LOCAL.rows = batch_size(args, kwargs)
@@ -64,11 +66,17 @@ class Roots:
         call = self.current()
         if call is not None:
             self._calls.remove(call)
+            call.whole.clear()
 
     def current(self) -> RootCall | None:
         """The call of this model that is under way in this thread."""
         own = threading.get_ident()
         return next((call for call in reversed(self._calls) if call.thread == own), None)
+
+    def forward(self) -> object:
+        """What stands for the forward under way in this thread; None when only a part of the model was called."""
+        call = self.current()
+        return None if call is None else call.mark
 
     def begin_backward(self, ended: Callable[[], None]) -> None:
         """Autograd begins one, in this thread. `ended` is called when it is over, unless an error ends it."""

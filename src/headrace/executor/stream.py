@@ -1,9 +1,9 @@
 """The stream: follows the model's calls along programs, and leases weights to them.
 
 [Note: Passes] A forward pass is predicted to visit what the last one visited. As long as calls match, copies run ahead.
-A call that does not match (an evaluation with another head, a skipped layer, generation) ends the pass: from there on
-each visit is a program of its own, loaded on demand, and the prediction is learned anew. A backward is built from the
-visits that its forward really made, so it needs no prediction.
+A call that does not match (an evaluation with another head, a skipped layer, generation) is loaded on demand, as a
+program of its own, until a call comes that was still to be expected: from there copies run ahead again. A backward is
+built from the visits that its forward really made, so it needs no prediction.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Stream:
         self.executor, self.actions, self.inputs, self.sink = executor, actions, inputs, sink
         self.device, self.rows, self.recompute, self.events = regions.device, rows, recompute, events
         self.roots = Roots()
-        executor.settle = lambda: None if self._backward is None or self.roots.in_backward() else self.abandon()
+        executor.settle = weakref.WeakMethod(self.settle)
         self.slots: tuple[int | None, ...] = (None,) * regions.placement.slots
         self.early: Callable[[Pass], dict[str, Any] | None] = lambda pass_: None
         """Given a pass whose backward begins: notes for updates inside it, or None when they must wait for step()."""
@@ -205,41 +205,36 @@ class Stream:
         if self._backward is not None:
             self.roots.check_backward()
             self.abandon()
-        current = self._pass
-        if self._walk is not None and current is not None and current.training == training:
-            expected = self._expected()
-            if expected is not None and (expected.unit, expected.kind) == (unit, kind):
+        current, root = self._pass, self.roots.forward()
+        op = self._walk.expected if self._walk is not None else None
+        due = self._route[op.visit] if op is not None else None
+        comes = due is not None and (due.unit, due.kind) == (unit, kind)
+        if (
+            current is not None and (current.training, current.root) == (training, root)
+            and (comes or root is not None or not current.begins(unit, kind))
+        ):  # fmt: skip
+            if comes and self._walk is not None:
+                current.reached += 1
                 return self._walk
-        predicted = self._predicted[training]
-        starts = bool(predicted) and (predicted[0].unit, predicted[0].kind) == (unit, kind)
-        if starts or current is None or current.training != training:
-            self._end_forward()
-            self._pass = Pass(training, updates=self.updates)
-            visits = predicted if starts else [Visit(unit, kind)]
-            self._pass.departed = not starts
-        else:
             self._depart(current, unit, kind)
-            visits = [Visit(unit, kind)]
+        else:
+            self._end_forward()
+            current = self._pass = Pass(training, self._predicted[training], root, updates=self.updates)
+        visits = current.onwards(unit, kind)
         if self.placement.offload and training:
             visits = [Visit(v.unit, v.kind, v.grad, saves_input=v.kind == BLOCK) for v in visits]
-        offset = len(self._pass.visits) if self._pass is not None else 0
-        return self._start(build.forward(self.spec, self.placement, visits, self.slots), visits, offset)
+        return self._start(build.forward(self.spec, self.placement, visits, self.slots), visits, len(current.visits))
 
     def _start(self, program: Program, visits: list[Visit], offset: int) -> Walk:
         assert self._pass is not None
-        self._route, self._offset = visits, offset
+        self._route = visits
         self._walk = self.executor.start(program, {"inputs": ShiftedInputs(self._pass.inputs, offset)})
         return self._walk
 
-    def _expected(self) -> Visit | None:
-        op = self._walk.expected if self._walk is not None else None
-        return self._route[op.visit] if op is not None else None
-
     def _depart(self, current: Pass, unit: int, kind: str) -> None:
-        current.departed = True
         if self._walk is not None:  # else all that was expected came, and now there is more
             self._abandon_walk()
-            text = "the calls left the expected order; that pass loads weights on demand"
+            text = "the calls left the expected order: what comes unexpected is loaded on demand"
             self.events.once("depart", "on demand", text, visit=len(current.visits), unit=unit, call=kind)
 
     def _end_forward(self) -> None:
@@ -391,6 +386,11 @@ class Stream:
         walk.abandon()
         self._updated -= {op.unit for op in walk.program.ops if op.verb == "UPDATE" and walk.done[op.index].error}
         self.slots = (None,) * self.placement.slots
+
+    def settle(self) -> None:
+        """Give up a backward that an error has ended, whose other ops will never run."""
+        if self._backward is not None and not self.roots.in_backward():
+            self.abandon()
 
     def abandon(self) -> None:
         """Give up whatever pass is under way; the next call starts afresh."""

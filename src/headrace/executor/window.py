@@ -93,6 +93,8 @@ class Window:
         self._losses: dict[int, Tensor] = {}
         self._error: BaseException | None = None
         self._state = _ThreadState.now()
+        self.mark = object()
+        """Stands for it where nothing must keep it alive."""
 
     def run(self) -> list[Tensor]:
         """All micro-batches; the losses in their order."""
