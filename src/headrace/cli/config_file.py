@@ -69,7 +69,7 @@ def read_config(
         given.problems.append((argument, text))
         given.unread |= {meant} if meant else set()
     _take(given, dict(_explicit(flags, settings, given)))
-    config, wrong = _validated(given)
+    config, wrong = validated(given)
     if readable:  # else all that the file says would be reported as missing
         for name, text in broken_rules(config, wrong | given.unread):
             given.problems.append((given.where((name,)), text))
@@ -188,7 +188,7 @@ def _take(given: Given, explicit: Mapping[Place, tuple[str, Any]]) -> None:
         given.places[place] = where
 
 
-def _validated(given: Given) -> tuple[RunConfig, set[str]]:
+def validated(given: Given) -> tuple[RunConfig, set[str]]:
     """The configuration without its wrong values, and the names of the options they were for."""
     try:
         return RunConfig.model_validate(given.values), set()

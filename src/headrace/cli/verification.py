@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
 import headrace
 from headrace.base.errors import DataError, FormatError, ModelError, OptimizerError, OptionError, PlanError
-from headrace.base.units import format_bytes, parse_bytes
-from headrace.cli.config_file import ConfigError
+from headrace.base.units import format_bytes
+from headrace.cli.config import Tier
+from headrace.cli.config_file import ConfigError, Given, validated
 from headrace.cli.verify import Request
 from headrace.hardware import limits
 from headrace.model.blocks import find_blocks
+from headrace.model.build import find_folder, read_config
 from headrace.session.verify import Run, Verdict, resident_bytes, verify
 
-TIERS = ("auto", "device", "host", "disk")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp32": torch.float32, "bf16": torch.bfloat16}
+TIERS = get_args(Tier)
+AS_IN_TRAIN = ("device", "device_memory", "host_memory", "dtype")
+"""Flags that mean what they mean for `headrace train`."""
 SECOND_STACKS = ("num_decoder_layers", "encoder_layers", "decoder_layers")
 """What configurations of an encoder and a decoder call their numbers of layers."""
 ROOM = 0.9
@@ -33,9 +35,7 @@ ROOM = 0.9
 
 def run(request: Request) -> bool:
     """Verify, and print. True when all is right. Raises ConfigError for what cannot be verified as asked."""
-    problems = list(_problems(request))
-    if problems:
-        raise ConfigError(problems)
+    request = _checked(request)
     with tempfile.TemporaryDirectory(prefix="headrace-verify-", dir=request.disk_dir) as folder:
         try:
             verdict = _verify(request, Path(folder))
@@ -50,25 +50,22 @@ def run(request: Request) -> bool:
     return verdict.passed
 
 
-def _problems(request: Request) -> Iterator[str]:
-    for name in ("device_memory", "host_memory"):
-        value = getattr(request, name)
-        try:
-            if value is not None and parse_bytes(value) <= 0:
-                yield f'--{name.replace("_", "-")} = {value!r} is no size: use bytes or text such as "8GiB"'
-        except OptionError:
-            yield f'--{name.replace("_", "-")} = {value!r} is no size: use bytes or text such as "8GiB"'
+def _checked(request: Request) -> Request:
+    """The request, its dtype by the name that torch has for it. Raises ConfigError with all mistakes."""
+    values = {name: value for name in AS_IN_TRAIN if (value := getattr(request, name)) is not None}
+    given = Given("command line", values, {(name,): "--" + name.replace("_", "-") for name in values})
+    config, _ = validated(given)
+    problems = [f"{where}: {text}" for where, text in given.problems]
     for tier in request.placements:
         if tier not in TIERS:
-            yield f"--placement = {tier!r} is not one of {', '.join(TIERS)}"
-    if request.dtype not in DTYPES:
-        yield f"--dtype = {request.dtype!r} is not one of float32, bfloat16"
-    if request.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", request.device):
-        yield f'--device = {request.device!r} is no device: use "cpu", "cuda" or "cuda:N"'
+            problems.append(f"--placement = {tier!r} is not one of {', '.join(TIERS)}")
     if request.data is not None and not request.data.is_file():
-        yield f"--data = {str(request.data)!r} is no file"
+        problems.append(f"--data = {str(request.data)!r} is no file")
     if request.disk_dir is not None and not request.disk_dir.is_dir():
-        yield f"--disk-dir = {str(request.disk_dir)!r} is no folder"
+        problems.append(f"--disk-dir = {str(request.disk_dir)!r} is no folder")
+    if problems:
+        raise ConfigError(problems)
+    return dataclasses.replace(request, dtype=config.dtype)
 
 
 def _verify(request: Request, folder: Path) -> Verdict:
@@ -106,7 +103,7 @@ def _builders(request: Request) -> tuple[Callable[[], nn.Module], Callable[[], n
     place = Path(request.model)
     config_only = place.is_file() or (place.is_dir() and not any(place.glob("*.safetensors*")))
     real = not (request.random_weights or config_only)
-    dtype, changes = DTYPES[request.dtype], _layers(request, not real)
+    dtype, changes = getattr(torch, request.dtype), _layers(request, not real)
 
     def streamed() -> Any:
         torch.manual_seed(request.seed)
@@ -117,8 +114,6 @@ def _builders(request: Request) -> tuple[Callable[[], nn.Module], Callable[[], n
 
         source = streamed()
         if real:
-            from headrace.model.build import find_folder
-
             folder = find_folder(request.model, config_only=False, code=False)
             plain, info = type(source).from_pretrained(
                 folder, config=source.config, dtype=dtype, output_loading_info=True
@@ -140,8 +135,6 @@ def _layers(request: Request, config_only: bool) -> dict[str, Any]:
     """The change to the configuration that leaves the first layers only."""
     if request.layers is None:
         return {}
-    from headrace.model.build import find_folder, read_config
-
     config, _ = read_config(find_folder(request.model, config_only, code=False), False, {})
     text = config.get_text_config()
     if request.layers > text.num_hidden_layers:
@@ -157,7 +150,7 @@ def _layers(request: Request, config_only: bool) -> dict[str, Any]:
 
 def _require_memory(request: Request, model: nn.Module, numbers: int, device: torch.device) -> None:
     """Refuse a resident model that does not fit, and say how many of its layers do."""
-    compute, beside = resident_bytes(numbers, DTYPES[request.dtype], request.steps)
+    compute, beside = resident_bytes(numbers, getattr(torch, request.dtype), request.steps)
     host = limits.host_memory().available * ROOM
     needs = {"RAM": (compute + beside, host)}
     if device.type == "cuda":
