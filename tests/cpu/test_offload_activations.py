@@ -240,7 +240,7 @@ def test_options_say_what_stays() -> None:
 
 def test_what_it_refuses() -> None:
     model = toy()
-    for keep_last in (-1, 4, "2"):
+    for keep_last in (-1, 4, "2", True):
         with pytest.raises(OptionError, match="leaves no block to page"):
             headrace.offload_activations(model, keep_last=keep_last)
     with pytest.raises(OptionError, match="min_bytes is not a size"):

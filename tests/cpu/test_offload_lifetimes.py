@@ -126,6 +126,21 @@ def test_whole_loop_inside() -> None:
     assert_equal(weights(ours), weights(plain))
 
 
+def test_inside_another_paging() -> None:
+    """torch calls the innermost hooks alone: the outer model's activations stay on the device, which is told."""
+    plain, outer, inner = llama(2), llama(2), llama(2)
+    causal(plain, 0).backward()
+    first, second = paged(outer), paged(inner)
+    with first, second:
+        for model in (outer, inner):
+            causal(model, 0).backward()
+    for model in (outer, inner):
+        assert_equal(gradients(model), gradients(plain))
+    assert first.sent_bytes == 0 < second.sent_bytes
+    told = [["set already" in str(event) for event in paging.events].count(True) for paging in (first, second)]
+    assert told == [0, 1]
+
+
 def test_an_interrupted_forward_leaves_nothing_behind() -> None:
     """After an error in a block the next step is right, its memory came back, and no hook is left."""
     plain, ours = toy(), toy()

@@ -55,7 +55,7 @@ def offload_activations(
             "Use headrace.wrap alone; placement={'inputs': 'host'} sends saved inputs there on any device",
         )
     found = [block for stack in find_blocks(model, blocks) for block in stack.blocks]
-    if not isinstance(keep_last, int) or not 0 <= keep_last < len(found):
+    if type(keep_last) is not int or not 0 <= keep_last < len(found):
         raise OptionError(
             f"keep_last={keep_last!r} leaves no block to page", f"the model has {len(found)} blocks",
             f"Use a whole number from 0 to {len(found) - 1}",
@@ -100,6 +100,9 @@ class ActivationPaging:
         if self._hooks is not None:
             raise StepError("activations are paged already", "this object was entered twice", "Enter it once")
         self._look_at_device()
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            text = "hooks for saved tensors are set already (another paging, save_on_cpu): torch calls ours alone inside"
+            self.events.once("outer", "offload", text)
         self._handles = [b.register_forward_pre_hook(_uncompiled(self._begin)) for b in dict.fromkeys(self._blocks)]
         self._handles.append(self._blocks[-1].register_forward_hook(_uncompiled(self._end)))
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
