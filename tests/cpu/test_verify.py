@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import headrace
 from against_plain import batch, gpt2, llama, toy, toy_loss
-from headrace.base.errors import PlanError
+from headrace.base.errors import ModelError, PlanError
 from headrace.executor import sink
 from headrace.executor.actions import Actions
 from headrace.executor.taken import TakenBlock
@@ -84,6 +84,13 @@ def test_the_largest_window_that_the_budget_has_room_for(tmp_path: Path) -> None
     assert run.window == 2 and not run.failures
     (run,) = verified(llama(), tmp_path, "host", device_memory=10 * least, window=1).runs
     assert run.window == 1
+
+
+def test_what_cannot_be_verified_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"its trained parameters are torch\.float16"):
+        verified(llama(2).half(), tmp_path, "host")
+    with pytest.raises(ModelError, match="no parameter requires a gradient"):
+        verified(llama(2).requires_grad_(False), tmp_path, "host")
 
 
 # -- broken builds --------------------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ class ActivationPaging:
             raise StepError("activations are paged already", "this object was entered twice", "Enter it once")
         self._look_at_device()
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-            text = "hooks for saved tensors are set already (another paging, save_on_cpu): torch calls ours alone inside"
+            text = "hooks for saved tensors are set already (a paging, save_on_cpu): inside, torch calls ours alone"
             self.events.once("outer", "offload", text)
         self._handles = [b.register_forward_pre_hook(_uncompiled(self._begin)) for b in dict.fromkeys(self._blocks)]
         self._handles.append(self._blocks[-1].register_forward_hook(_uncompiled(self._end)))

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.base.errors import PlanError, StepError
+from headrace.base.errors import ModelError, PlanError, StepError
 from headrace.optim.ledger import CLIP_EPSILON
 from headrace.session.session import Session
 from headrace.session.tiers import WEIGHTS, Tier, survey
@@ -122,15 +122,18 @@ def verify(
 
     `resident` and `streamed` build a model with the same weights, each time anew. `placements`: name to "auto", or to
     one tier for weights and state, as `wrap` takes it; `options`: its other options. `loss`: of a model and a batch;
-    the model's own unless given. `tell` is given a line before each part. Raises PlanError when a budget is too small,
-    and what a step raises.
+    the model's own unless given. `tell` is given a line before each part. Raises ModelError for a model in neither fp32
+    nor bf16, PlanError when a budget is too small, and what a step raises.
     """
     loss = _own_loss if loss is None else loss
     device = torch.device(options.get("device") or ("cuda" if torch.cuda.is_available() else "cpu"))
     with _repeatable(device):
         tell("training resident, in plain PyTorch")
         model = resident()
-        dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
+        dtype = next((p.dtype for p in model.parameters() if p.requires_grad), None)
+        if dtype not in TOLERANCES:
+            found = "no parameter requires a gradient" if dtype is None else f"its trained parameters are {dtype}"
+            raise ModelError("the model cannot be verified", found, "Train weights in float32 or bfloat16")
         limit = TOLERANCES[dtype] if tolerance is None else tolerance
         trace = _train_resident(model, batches, loss, device, seed)
         del model
