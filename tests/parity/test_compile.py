@@ -119,3 +119,20 @@ def test_a_fault_of_the_model_stays_its_own(graphs: list[Any]) -> None:
         toy_loss(plain, batch(rows=2)).backward()
         assert_close(gradients(ours), gradients(plain))
         assert not [event for event in headrace.session(ours).events if event.kind == "compile"]
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["blocks", "model"])
+def test_lengths_that_change_between_backward_and_step(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile compiles again then, and looks at parameters whose gradients are held."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=aot_eager))
+    plain = toy()
+    with streamed(plain, compile=not whole) as (ours, _):
+        called = torch.compile(ours) if whole else ours
+        for length in (7, 5, 9):
+            toy_loss(plain, batch(length=length)).backward()
+            toy_loss(called, batch(length=length)).backward()
+        assert_close(gradients(ours), gradients(plain))
+        assert not [event for event in headrace.session(ours).events if event.kind == "compile"]

@@ -78,7 +78,12 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 _VALUES = {getattr(Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag")}
-_PLAIN = {getattr(Tensor, name) for name in ("size", "dim", "numel", "element_size", "is_floating_point", "__hash__")}
+_DESCRIBED = ("_is_view", "untyped_storage", "storage_offset", "stride", "is_conj", "is_neg")
+"""What torch.compile asks of a parameter's gradient when it describes the parameter to itself."""
+_PLAIN = {
+    getattr(Tensor, name)
+    for name in ("size", "dim", "numel", "element_size", "is_floating_point", "__hash__", *_DESCRIBED)
+}
 
 
 def _fetched(item: Any) -> Any:
