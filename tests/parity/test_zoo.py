@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,36 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"placement": {"weights": "device", "state": "host"}, "rows": 2, "recompute": False},
 )
 """Each class meets one of them, in turn; with --all-families all."""
-OUTCOMES: dict[str, str] = {}
-"""By class: "streamed", "refused: why", or "not built: why"."""
+
+
+class Outcomes:
+    """What became of each class: "streamed", "refused: why", "not built: why", or "failed". One file for each: tests may
+    run in several processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(exist_ok=True)
+
+    def note(self, class_name: str, text: str) -> None:
+        path = self._folder / class_name
+        path.with_suffix(".new").write_text(text)
+        path.with_suffix(".new").rename(path)
+
+    def all(self) -> dict[str, str]:
+        """Of all classes; waits for those that run beside this process."""
+        while missing := [name for name in zoo.class_names() if not (self._folder / name).exists()]:
+            assert os.environ.get("PYTEST_XDIST_WORKER"), f"no outcome of {missing}"
+            time.sleep(0.2)
+        return {name: (self._folder / name).read_text() for name in zoo.class_names()}
+
+    def named(self, outcome: str) -> list[str]:
+        return sorted(name for name, text in self.all().items() if text.startswith(outcome))
+
+
+@pytest.fixture(scope="session")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    own = tmp_path_factory.getbasetemp()
+    return Outcomes((own.parent if os.environ.get("PYTEST_XDIST_WORKER") else own) / "zoo")
 
 
 @pytest.fixture(autouse=True)
@@ -40,31 +70,35 @@ def quiet() -> Iterator[None]:
 
 
 def plain(class_name: str) -> tuple[Any, Trace]:
-    """The model and its plain run. Skips what transformers itself cannot build or train here."""
-    try:
-        model = zoo.build(class_name)
-        other = copy.deepcopy(model)
-        return model, train_plain(other, sgd(other.parameters()), zoo.ZOO, None, zoo.steps(class_name))
-    except Exception as error:
-        OUTCOMES[class_name] = f"not built: {type(error).__name__}: {' '.join(str(error).split())[:100]}"
-        pytest.skip(OUTCOMES[class_name])
+    """The model and its plain run."""
+    model = zoo.build(class_name)
+    other = copy.deepcopy(model)
+    return model, train_plain(other, sgd(other.parameters()), zoo.ZOO, None, zoo.steps(class_name))
 
 
 @pytest.mark.parametrize("class_name", zoo.class_names())
-def test_class(class_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
+def test_class(
+    class_name: str, outcomes: Outcomes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> None:
     """Losses, gradients and weights of two steps, tensor by tensor."""
     monkeypatch.setattr(stream, "SMALLEST_STASH", 1)
-    model, want = plain(class_name)
+    try:
+        model, want = plain(class_name)
+    except Exception as error:  # transformers itself cannot build or train it here
+        outcomes.note(class_name, f"not built: {type(error).__name__}: {' '.join(str(error).split())[:100]}")
+        pytest.skip("not built")
+    outcome = "failed"
     number = zoo.class_names().index(class_name) % len(OPTIONS)
-    for options in OPTIONS if pytestconfig.getoption("--all-families") else (OPTIONS[number],):
-        whole = {"rows": None} if zoo.family_name(class_name) in zoo.RANDOM else {}
-        try:
+    try:
+        for options in OPTIONS if pytestconfig.getoption("--all-families") else (OPTIONS[number],):
+            whole = {"rows": None} if zoo.family_name(class_name) in zoo.RANDOM else {}
             got = streamed(copy.deepcopy(model), class_name, {**options, **whole, "disk_dir": tmp_path})
-        except HeadraceError as error:
-            OUTCOMES[class_name] = f"refused: {' '.join(str(error).split())}"
-            return
-        check(got, want)
-    OUTCOMES[class_name] = "streamed"
+            check(got, want)
+        outcome = "streamed"
+    except HeadraceError as error:
+        outcome = f"refused: {' '.join(str(error).split())}"
+    finally:
+        outcomes.note(class_name, outcome)
 
 
 def streamed(model: Any, class_name: str, options: dict[str, Any]) -> Trace:
@@ -75,41 +109,40 @@ def streamed(model: Any, class_name: str, options: dict[str, Any]) -> Trace:
         return train_streamed(model, optimizer, zoo.ZOO, zoo.steps(class_name))
 
 
-def test_enough_classes_stream(pytestconfig: pytest.Config) -> None:
+def test_enough_classes_stream(outcomes: Outcomes, request: pytest.FixtureRequest) -> None:
     """At least sixty do, and FAMILIES.md says which; --write-families writes it."""
-    if OUTCOMES.keys() != set(zoo.class_names()):
-        pytest.skip("only some classes ran")
+    chosen = {
+        item.callspec.params["class_name"] for item in request.session.items if item.name.startswith("test_class[")
+    }
+    if chosen != set(zoo.class_names()):
+        pytest.skip("only some classes were chosen")
     import transformers
 
-    assert len(named("streamed")) >= NEEDED
+    assert len(outcomes.named("streamed")) >= NEEDED
     document = zoo.ROOT / "FAMILIES.md"
-    if pytestconfig.getoption("--write-families"):
-        document.write_text(families())
+    if request.config.getoption("--write-families"):
+        document.write_text(families(outcomes))
     written = document.read_text()
     if f"transformers {transformers.__version__}" in written:
-        assert written == families(), "write it again: scripts/test tests/parity/test_zoo.py --write-families"
+        assert written == families(outcomes), "write it again: scripts/test tests/parity/test_zoo.py --write-families"
 
 
-def named(outcome: str) -> list[str]:
-    return sorted(name for name, text in OUTCOMES.items() if text.startswith(outcome))
-
-
-def families() -> str:
+def families(outcomes: Outcomes) -> str:
     """The document, from what has just been found."""
     import transformers
 
-    streamed_, refused, rest = named("streamed"), named("refused"), named("not built")
+    found, refused, rest = (outcomes.named(outcome) for outcome in ("streamed", "refused", "not built"))
     about = (
         f"What `tests/parity/test_zoo.py` finds with transformers {transformers.__version__}: it builds every class of "
         "the mapping for causal language models tiny, streams it, and compares losses, gradients and weights of two "
         "steps tensor by tensor with plain PyTorch. Other kinds of models (T5, vision-language models, ViT, BERT and "
         "its relatives) are in `tests/parity/named_families.py`."
     )
-    reasons = [f"{name}: {OUTCOMES[name].removeprefix('refused: ')}" for name in refused]
+    reasons = [f"{name}: {outcomes.all()[name].removeprefix('refused: ')}" for name in refused]
     untried = "No tiny model of theirs trains in plain PyTorch here."
     parts = (
         ["# Families", _wrapped(about)]
-        + [f"## Streamed: {len(streamed_)}", _wrapped(", ".join(streamed_))]
+        + [f"## Streamed: {len(found)}", _wrapped(", ".join(found))]
         + [f"## Refused: {len(refused)}", *map(_wrapped, reasons)]
         + [f"## Not tried: {len(rest)}", untried, _wrapped(", ".join(rest))]
     )
