@@ -247,9 +247,8 @@ def test_fused_experts_are_planned_with_their_real_bytes(width: int, tmp_path: P
 
 
 EXPERT_RUNS: dict[str, dict[str, Any]] = {
-    "plain": {}, "clipped": {"max_grad_norm": 0.05}, "rows": {"rows": 1}, "kept": {"recompute": False},
+    "plain": {}, "clipped": {"max_grad_norm": 0.05}, "rows": {"rows": 1},
     "early": {"accumulation": 1, "on_nonfinite": "stop"},
-    "device": {"placement": {"weights": "device", "state": "host"}},
 }  # fmt: skip
 
 
