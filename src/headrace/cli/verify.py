@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.exits import told
+
 DEFAULT_PLACEMENTS = ("host", "disk")
 
 
@@ -84,8 +86,6 @@ def verify(
     Exits with 0 when all is right, 1 when anything is beyond the tolerance or on another tier than it should be, 2 for
     mistakes in the configuration.
     """
-    from headrace.cli.main import told  # which registers this command
-
     with told(debug):
         from headrace.cli.verification import run
 

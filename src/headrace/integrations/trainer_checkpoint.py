@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from headrace.base.errors import CheckpointError
+from headrace.model.build import load_model
 from headrace.session.session import Session
 
 STATE = "headrace"
@@ -73,8 +74,6 @@ def _is_complete(path: Path) -> bool:
 def load_weights(model: nn.Module, folder: str) -> bool:
     """Give a wrapped model the weights of a model folder, one tensor at a time, through the names and merges of its
     family. False when the folder or the model is none of transformers' own: nothing has changed then."""
-    from headrace.model.build import load_model
-
     place = Path(folder)
     check_adapters(model, folder)
     if not (place / "config.json").is_file() or not any(place.glob("*.safetensors")):

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from headrace.base.errors import OptionError
+from headrace.base.units import parse_bytes
+from headrace.checkpoint.export import save_pretrained as export
 from headrace.executor.embedding import TakenEmbedding, whole
 from headrace.executor.head import TakenHead
 from headrace.executor.stream import Stream
@@ -157,9 +159,6 @@ def _saver(model: nn.Module) -> Callable[..., None]:
         save_directory: Any, is_main_process: bool = True, max_shard_size: int | str = "5GB", **others: Any
     ) -> None:
         """Stream the model to a folder in Hugging Face's format, block by block."""
-        from headrace.base.units import parse_bytes
-        from headrace.checkpoint.export import save_pretrained as export
-
         others.pop("safe_serialization", None)  # safetensors is the only format
         given = sorted(name for name, value in others.items() if value is not None and value is not False)
         if not str(save_directory):
