@@ -29,8 +29,8 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 class Outcomes:
-    """What became of each class: "streamed", "refused: why", "not built: why", or "failed". One file for each: tests may
-    run in several processes."""
+    """What became of each class: "streamed", "refused: why", "not built: why", or "failed". One file for each, since
+    tests may run in several processes."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
