@@ -184,12 +184,18 @@ def test_bounds_and_use_after_close_are_errors(tmp_path: Path) -> None:
 
 
 def test_dropping_the_last_reference_removes_the_file(tmp_path: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
     file = DiskFile.create(tmp_path, 100)
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list(tmp_path.iterdir())) == 1 and open_files(tmp_path)
     del file
     gc.collect()
-    assert list(tmp_path.iterdir()) == [] and len(os.listdir("/proc/self/fd")) == before
+    assert list(tmp_path.iterdir()) == [] and not open_files(tmp_path)
+
+
+def open_files(folder: Path) -> list[str]:
+    """Files in `folder`, removed ones too, that this process has open."""
+    links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    names = [os.readlink(link) for link in links if link.is_symlink()]  # the listing's own is closed by now
+    return [name for name in names if name.startswith(str(folder))]
 
 
 def test_two_files_in_one_folder_do_not_meet(tmp_path: Path) -> None:
