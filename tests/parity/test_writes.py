@@ -169,3 +169,52 @@ def test_the_model_may_write_into_what_is_returned() -> None:
     with streamed(plain) as (ours, _):
         ours(ids).backward()
         assert_close(gradients(ours), gradients(plain))
+
+
+class Overwrites(Decays):
+    """Writes into what its own backward needs."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = torch.sigmoid(x)
+        z = self.linear(y)
+        y.add_(1)
+        return x + y + z + mask
+
+
+class EndsWithTanh(Decays):
+    """Its last operation needs its result for the gradient."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x) + mask)
+
+
+class WritesIntoResults(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(len(x), 1, 8)
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x, mask)
+            x.mul_(2)
+        return x.square().sum() / 10
+
+
+@pytest.mark.parametrize("options", [{}, {"rows": 2}, {"recompute": False}, {"recompute": False, "rows": 2}], ids=str)
+def test_a_block_that_overwrites_what_its_backward_needs_is_refused(options: dict[str, Any]) -> None:
+    """As in plain PyTorch; hooks for saved tensors would pass over it."""
+    batch = torch.randn(5, 3, 8)
+    plain = Model(Overwrites, True)
+    with streamed(plain, **options) as (ours, _):
+        for model in (plain, ours):
+            with pytest.raises(RuntimeError, match=r"modified (in place|by an inplace operation)"):
+                model(batch).backward()
+
+
+def test_a_result_that_kept_activations_need_is_not_overwritten_unseen() -> None:
+    """As in plain PyTorch. A recompute has its own result, so there nothing is lost."""
+    torch.manual_seed(0)
+    batch = torch.randn(5, 3, 8)
+    plain = WritesIntoResults(EndsWithTanh, True)
+    with streamed(plain, recompute=False) as (ours, _):
+        for model in (plain, ours):
+            with pytest.raises(RuntimeError, match=r"modified (in place|by an inplace operation)"):
+                model(batch).backward()

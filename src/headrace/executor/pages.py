@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.base.errors import StepError
 from headrace.executor.pool import Place
 
 ALIGNMENT = 256
@@ -119,13 +118,3 @@ def extent_of(shape: torch.Size, stride: tuple[int, ...]) -> int:
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-
-
-def check_unwritten(alias: Tensor, version: int, shape: torch.Size) -> None:
-    """As autograd does for what it saves: a tensor that was written since is refused."""
-    if alias._version != version:
-        raise StepError(
-            "a saved activation was modified in place before its backward",
-            f"a tensor of shape {tuple(shape)} is at version {alias._version}, saved at version {version}",
-            "Write x = x * 0.5 instead of x.mul_(0.5) for what the backward still needs",
-        )

@@ -24,10 +24,11 @@ from headrace.base.errors import OptionError, StepError
 from headrace.base.events import EventLog
 from headrace.base.units import format_bytes, parse_bytes
 from headrace.executor.inputs import version_mark
-from headrace.executor.pages import Copy, Kept, Key, Page, Paged, check_unwritten, extent_of
+from headrace.executor.pages import Copy, Kept, Key, Page, Paged, extent_of
 from headrace.executor.pool import HostPool, Place
 from headrace.hardware import limits
 from headrace.model.blocks import find_blocks
+from headrace.model.handles import check_unwritten
 from headrace.model.parked import is_parked
 
 FREE_SHARE = 0.9

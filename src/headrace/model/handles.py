@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +28,28 @@ class _Handle:
         return data.as_strided(self.shape, self.stride, data.storage_offset() + self.offset)
 
 
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """Any other tensor that autograd saved."""
+
+    saved: Tensor
+    version: int
+
+    def tensor(self) -> Tensor:
+        check_unwritten(self.saved, self.version, self.saved.shape)
+        return self.saved
+
+
+def check_unwritten(alias: Tensor, version: int, shape: torch.Size) -> None:
+    """Refuse a saved tensor that was written since. Autograd does so itself, but not for what passes its hooks."""
+    if alias._version != version:
+        raise StepError(
+            "a saved activation was modified in place before its backward",
+            f"a tensor of shape {tuple(shape)} is at version {alias._version}, saved at version {version}",
+            "Write x = x * 0.5 instead of x.mul_(0.5) for what the backward still needs",
+        )
+
+
 def weights_as_handles(parameters: Sequence[nn.Parameter]) -> torch.autograd.graph.saved_tensors_hooks:
     """Graphs built inside save handles wherever they would save these leased parameters.
 
@@ -36,7 +57,7 @@ def weights_as_handles(parameters: Sequence[nn.Parameter]) -> torch.autograd.gra
     """
     places = [(p.data_ptr(), p.data_ptr() + p.nbytes, p) for p in parameters]
 
-    def pack(tensor: Tensor) -> Any:
+    def pack(tensor: Tensor) -> Tensor | _Handle | _Kept:
         address = tensor.data_ptr()
         for start, stop, parameter in places:
             if start <= address < stop:
@@ -44,10 +65,10 @@ def weights_as_handles(parameters: Sequence[nn.Parameter]) -> torch.autograd.gra
                     return tensor.clone()
                 offset = (address - start) // tensor.itemsize
                 return _Handle(parameter, offset, tensor.shape, tensor.stride())
-        return tensor
+        return _Kept(tensor, tensor._version)
 
     return torch.autograd.graph.saved_tensors_hooks(
-        pack, lambda saved: saved.tensor() if type(saved) is _Handle else saved
+        pack, lambda saved: saved if isinstance(saved, Tensor) else saved.tensor()
     )
 
 
