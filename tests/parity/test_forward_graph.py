@@ -221,3 +221,29 @@ def test_tensors_held_by_hooks_hold_no_activations_and_no_gradient() -> None:
         loss.backward()
         plain(x).square().mean().backward()
         assert_equal(gradients(model), gradients(plain))
+
+
+@BOTH
+def test_a_graph_that_is_dropped_gives_its_activations_back(recompute: bool) -> None:
+    """At once, without a backward and without the cycle collector: results that autograd saved hold no graph."""
+    made: list[weakref.ref[Tensor]] = []
+
+    class Saves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.exp(self.linear(x))  # autograd saves the result of exp
+            made.append(weakref.ref(y))
+            return torch.tanh(y)
+
+    with streamed(Parts(Saves), recompute=recompute) as (model, _):
+        gc.collect()
+        gc.disable()
+        try:
+            loss = model(torch.randn(2, 3, 8)).sum()
+            del loss
+            assert len(made) == 3 and [ref() for ref in made] == [None] * 3
+        finally:
+            gc.enable()

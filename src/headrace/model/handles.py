@@ -65,7 +65,7 @@ def weights_as_handles(parameters: Sequence[nn.Parameter]) -> torch.autograd.gra
                     return tensor.clone()
                 offset = (address - start) // tensor.itemsize
                 return _Handle(parameter, offset, tensor.shape, tensor.stride())
-        return _Kept(tensor, tensor._version)
+        return _Kept(tensor.detach(), tensor._version)  # the tensor itself would hold its own graph: a cycle
 
     return torch.autograd.graph.saved_tensors_hooks(
         pack, lambda saved: saved if isinstance(saved, Tensor) else saved.tensor()
