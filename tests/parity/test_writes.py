@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import headrace
-from against_plain import assert_close, distance, gradients, sgd, streamed
+from against_plain import assert_close, distance, gradients, sgd, streamed, weights
 
 
 class Decays(nn.Module):
@@ -218,3 +218,60 @@ def test_a_result_that_kept_activations_need_is_not_overwritten_unseen() -> None
         for model in (plain, ours):
             with pytest.raises(RuntimeError, match=r"modified (in place|by an inplace operation)"):
                 model(batch).backward()
+
+
+class ReturnsItsArgument(nn.Module):
+    """Some blocks do nothing, and the caller writes into what comes back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(Skips() for _ in range(3))
+        self.layers[0].skip = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = x * 1.1
+            y = layer(x)
+            y.mul_(2)
+            x = x + y
+        return x.square().mean()
+
+
+class Skips(nn.Module):
+    skip = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.skip else x + self.linear(x.clone())
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_block_that_returns_its_argument(options: dict[str, Any]) -> None:
+    """What comes back is the caller's own tensor: a write into it is a write into the argument."""
+    torch.manual_seed(0)
+    plain, batch = ReturnsItsArgument(), torch.randn(5, 3, 8)
+    theirs = sgd(plain, 0.05)
+    with streamed(plain, lambda model: sgd(model, 0.05), **options) as (ours, optimizer):
+        for _ in range(2):
+            for model, driver in ((plain, theirs), (ours, optimizer)):
+                model(batch).backward()
+                driver.step()
+                driver.zero_grad()
+        assert_close(weights(ours), weights(plain))
+
+
+class WritesUnseen(Decays):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x)) + mask
+        mask.data.mul_(0.5)
+        return x + y
+
+
+def test_a_write_through_data_is_refused() -> None:
+    with streamed(Model(WritesUnseen, True)) as (ours, _), pytest.raises(headrace.StepError, match=r"through \.data"):
+        ours(torch.randn(5, 3, 8))

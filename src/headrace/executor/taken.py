@@ -142,7 +142,10 @@ def _whole(block: Block, tensor: Tensor) -> Tensor:
 def _finisher(call: Call, results: tuple[Tensor, ...]) -> Callable[[], Any]:
     def finish() -> Any:
         assert call.product is not None
-        result, changes, recorded, _ = call.product.rebuild(list(results))
+        own = list(results)
+        for place, index in call.product.returned.items():
+            own[place] = call.packed.tensors[index]  # the caller's own tensor, as without Headrace
+        result, changes, recorded, _ = call.product.rebuild(own)
         write_back(containers(call.given), changes)
         record_outside(recorded)
         call.forget_arguments()

@@ -78,6 +78,8 @@ class Packed:
         self._seen: dict[int, int] = {}
         self.written: dict[int, int] = {}
         """For each argument that a call wrote into: where the tensor stands among its results."""
+        self.returned: dict[int, int] = {}
+        """For each result that is an argument as it was: which one."""
         self._shape = transform(item, self._take)
 
     def _take(self, leaf: Any) -> Any:
@@ -90,9 +92,9 @@ class Packed:
             self.tensors.append(leaf)
         return _Place(index)
 
-    def place(self, tensor: Tensor) -> int:
-        """Where a tensor that was packed stands among the tensors."""
-        return self._seen[id(tensor)]
+    def place(self, tensor: Tensor) -> int | None:
+        """Where a tensor stands among the tensors; None if it is none of them."""
+        return self._seen.get(id(tensor))
 
     def rebuild(self, tensors: list[Any]) -> Any:
         """The same arguments with other tensors in the same places, in fresh containers."""

@@ -224,6 +224,7 @@ class BlockVisit:
         copies = [tensor.clone() for tensor in inputs]
         product = self._run(call, copies)
         if self.block.inputs_change is None:
+            _refuse_unseen(self.block.name, inputs, copies, product)
             self.block.inputs_change = bool(product.written)
             if self.block.inputs_change:
                 text = f"{self.block.name} writes into its arguments; it is given copies"
@@ -238,13 +239,14 @@ class BlockVisit:
         that it wrote into), packed."""
         args, kwargs = call.packed.rebuild(tensors)
         found = containers.containers((args, kwargs))
-        before = containers.snapshot(found)
-        versions = [tensor._version for tensor in tensors]
+        before, versions = containers.snapshot(found), [tensor._version for tensor in tensors]
         with self.autocast(), recording(call.keys) as recorded:
             result = self.block.run(*args, **kwargs)
         changed = {i: t for i, (t, version) in enumerate(zip(tensors, versions, strict=True)) if t._version != version}
         product = Packed((result, containers.written(before, found), recorded, changed))
-        product.written = {index: product.place(tensor) for index, tensor in changed.items()}
+        places = {index: place for index, t in enumerate(tensors) if (place := product.place(t)) is not None}
+        product.written = {index: places[index] for index in changed}
+        product.returned = {place: index for index, place in places.items() if index not in changed}
         return product
 
     def _plan(self, call: Call, tensors: list[Tensor]) -> rows.RowPlan | None:
@@ -347,6 +349,17 @@ class BlockVisit:
             arguments = [leaf.clone() for leaf in leaves] if self.block.inputs_change else leaves
             product = self._run(call, arguments)
         return leaves, product.tensors
+
+
+def _refuse_unseen(name: str, inputs: list[Tensor], copies: list[Tensor], product: Packed) -> None:
+    """Raise for a write that no version counter has counted: later calls would not notice it."""
+    for index, (before, after) in enumerate(zip(inputs, copies, strict=True)):
+        if index not in product.written and not torch.equal(before.nan_to_num(), after.nan_to_num()):
+            raise StepError(
+                f"{name} writes into an argument through .data",
+                f"a tensor of shape {tuple(before.shape)}, whose version counter does not count it",
+                "Write x.mul_(0.5) instead of x.data.mul_(0.5)",
+            )
 
 
 def _keeps_graph() -> bool:
