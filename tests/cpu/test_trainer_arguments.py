@@ -12,7 +12,7 @@ import transformers
 import headrace
 from against_plain import llama
 from headrace import OptimizerError, OptionError
-from headrace.integrations.trainer_arguments import STREAMED_OPTIMIZERS
+from headrace.integrations.trainer_arguments import SAME_UPDATE, STREAMED_OPTIMIZERS
 from headrace.integrations.transformers import HeadraceTrainer, StreamedTraining
 from trainer_runs import HOST, arguments, assert_same_run, collate, logged, rows, trainer
 
@@ -24,7 +24,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "liger": ({"use_liger_kernel": True}, "use_liger_kernel=True", "builds no logits"),
     "adafactor": ({"optim": "adafactor"}, "optim='adafactor'", "'moments': 'bfloat16'"),
     "8-bit": ({"optim": "adamw_bnb_8bit"}, "optim='adamw_bnb_8bit'", "'moments': 'bfloat16'"),
-    "paged": ({"optim": "paged_adamw_32bit"}, "optim='paged_adamw_32bit'", "'adamw_torch'"),
+    "paged": ({"optim": "paged_lion_32bit"}, "optim='paged_lion_32bit'", "'adamw_torch'"),
     "galore": ({"optim": "galore_adamw", "optim_target_modules": ["q_proj"]}, "optim_target_modules", "leave it out"),
     "lion": ({"optim": "lion_32bit"}, "optim='lion_32bit'", "'adamw_torch' or 'sgd'"),
     "free schedule": ({"optim": "schedule_free_sgd"}, "optim='schedule_free_sgd'", "'sgd'"),
@@ -46,9 +46,11 @@ def test_every_optimizer_name_is_mapped_or_refused(tmp_path: Path) -> None:
     from transformers.training_args import OptimizerNames
 
     for name in OptimizerNames:
-        if name.value in STREAMED_OPTIMIZERS:
+        if name.value in (*STREAMED_OPTIMIZERS, *SAME_UPDATE):
             made = trainer(HeadraceTrainer, llama(2), tmp_path, optim=name.value)
             assert made.session.rule.kind == ("sgd" if name.value == "sgd" else "adamw")
+            told = [str(event) for event in made.session.events if event.kind == "optimizer"]
+            assert len([text for text in told if repr(name.value) in text]) == (name.value in SAME_UPDATE)
             made.session.close()
         else:
             with pytest.raises(OptionError, match=f"optim='{name.value}' cannot be streamed"):

@@ -39,6 +39,8 @@ class StreamedTraining(_Base):
 
     The micro-batches of a window take turns inside `compute_loss`, block by block. So dropout draws other masks than in
     the plain Trainer (not with one micro-batch), and a window that a callback ends half-way is dropped as a whole.
+    Clipping belongs to the update: a callback that changes gradients in `on_pre_optimizer_step` does so before the norm
+    is taken, not after the clipping.
     """
 
     def __init__(
@@ -72,6 +74,8 @@ class StreamedTraining(_Base):
             text = "the model came compiled as a whole: its blocks are compiled one by one (compile=True) instead"
             self._setup.notes.append(("compile", text))
             self._setup.options["compile"] = True
+        if self._setup.optim is not None:
+            self.args.optim = self._setup.optim
         if self.args.n_gpu > 1:
             self.args._n_gpu = 1
         super().create_accelerator_and_postprocess()

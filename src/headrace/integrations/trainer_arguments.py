@@ -15,6 +15,8 @@ from headrace.session.session import Session
 
 STREAMED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 """Values of `optim` that make torch.optim.AdamW or SGD."""
+SAME_UPDATE = ("adamw_torch_xla", "adamw_torch_npu_fused", "paged_adamw_32bit")
+"""Values of `optim` that are AdamW in fp32 by another library: "adamw_torch" stands in for them."""
 DECIDED = {
     "device": "use_cpu=True or CUDA_VISIBLE_DEVICES",
     "lr": "learning_rate",
@@ -29,11 +31,12 @@ DECIDED = {
 @dataclass
 class Setup:
     """What a Trainer's arguments come to. `options`: those of wrap; `autocast`: the model runs under bf16 autocast;
-    `notes`: decisions for the event log, as (kind, text)."""
+    `notes`: decisions for the event log, as (kind, text); `optim`: what stands in for `args.optim`, if anything."""
 
     options: dict[str, Any]
     autocast: bool
     notes: list[tuple[str, str]] = field(default_factory=list)
+    optim: str | None = None
 
 
 def set_up(args: Any, model: nn.Module | None, given: Mapping[str, Any], own_optimizer: bool) -> Setup:
@@ -70,7 +73,11 @@ def set_up(args: Any, model: nn.Module | None, given: Mapping[str, Any], own_opt
         options["compile"] = True
     if options["max_grad_norm"] is None and given.get("on_nonfinite") == "stop":
         options["accumulation"] = args.gradient_accumulation_steps  # declared, so blocks update inside the backward
-    return Setup(options, autocast, notes)
+    name = optimizer_name(args)
+    if own_optimizer or name not in SAME_UPDATE:
+        return Setup(options, autocast, notes)
+    notes.append(("optimizer", f"optim={name!r} is AdamW with fp32 state: 'adamw_torch' stands in for it"))
+    return Setup(options, autocast, notes, "adamw_torch")
 
 
 def check_model(args: Any, model: nn.Module) -> None:
@@ -141,9 +148,14 @@ def refused(args: Any, given: Mapping[str, Any]) -> Iterator[str]:
         yield "activation_checkpointing=True beside headrace={'recompute': False}: drop one of the two"
 
 
+def optimizer_name(args: Any) -> str:
+    """The value of `optim`, an enumeration's or a string."""
+    return str(getattr(args.optim, "value", args.optim))
+
+
 def _refused_optimizer(args: Any) -> Iterator[str]:
-    name = str(getattr(args.optim, "value", args.optim))
-    if name not in STREAMED_OPTIMIZERS:
+    name = optimizer_name(args)
+    if name not in (*STREAMED_OPTIMIZERS, *SAME_UPDATE):
         yield f"optim={name!r} cannot be streamed: use {_alternative(name)}"
     elif args.optim_args and name != "sgd":
         yield f"optim_args has no effect with optim={name!r}: use adam_beta1, adam_beta2, adam_epsilon or weight_decay"

@@ -15,7 +15,8 @@ In 16 bits a dense block is off by 0.005 to 0.04 from what fp32 gives; where a r
 sends elsewhere make warnings of some checks.
 
 A check costs one forward and backward of one block. Its memory is planned: the block's weights in fp32 on the device,
-its gradients in fp32 on the host; its activations are part of the trial that bounds the device's peak.
+its gradients in fp32 on the host; its activations are part of the trial that bounds the device's peak. Hooks of the
+user's on tensors inside the block run once more in a checked step, as in every recompute.
 """
 
 from __future__ import annotations
