@@ -26,17 +26,18 @@ def test_the_cover_is_one() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("family", ["mistral", "qwen3", "gemma2", "gpt2", "llama-tied", "sequential", "plain"])
-def test_family(family: str, case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_family(family: str, case: Case, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "SMALLEST_STASH", 1)
-    check(streamed(family, case, tmp_path), plain(family, case.optimizer, case.clip))
+    check(streamed(family, case, tmp_path, device=device), plain(family, case.optimizer, case.clip, device=device))
 
 
 WHOLE: dict[str, Any] = {**AXES, "rows": (None,)}
 
 
 @pytest.mark.parametrize("case", [case(choice) for choice in pairwise(WHOLE)], ids=str)
-def test_dropout(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropout(case: Case, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole batches draw plain PyTorch's masks, in several backward calls too."""
     monkeypatch.setattr(stream, "SMALLEST_STASH", 1)
     steps = [step for step in STEPS if step.way != "window"]  # micro-batches in lockstep draw in another order
-    check(streamed("gpt2-dropout", case, tmp_path, steps), plain("gpt2-dropout", case.optimizer, case.clip, steps))
+    got = streamed("gpt2-dropout", case, tmp_path, steps, device=device)
+    check(got, plain("gpt2-dropout", case.optimizer, case.clip, steps, device))
