@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 import headrace
-from headrace.base.errors import ModelError
 from headrace.cli.config import RunConfig
 from headrace.cli.config_file import ConfigError
 from headrace.cli.progress import Waiting, unseen
 from headrace.cli.random_state import seed_all
 from headrace.cli.rates import rate_factor
+from headrace.cli.tokenizers import load_tokenizer
 from headrace.data.counts import Counts
 from headrace.data.encode import Encoder
 from headrace.data.isolation import packed_call, refuse_unless_apart, refuse_without_positions, wants_flat_rows
@@ -145,17 +145,8 @@ def model_fingerprint(model: nn.Module) -> str:
 
 
 def _load_tokenizer(config: RunConfig) -> Any:
-    from transformers import AutoTokenizer
-
     place = config.tokenizer or config.model
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(place)
-    except Exception as error:  # every way in which files, a network or a format can fail
-        reason = " ".join(str(error).split())
-        raise ModelError(
-            f"the tokenizer in {place} cannot be loaded", f"{type(error).__name__}: {reason[:300]}",
-            "Give a folder with tokenizer.json, or --tokenizer FOLDER",
-        ) from error  # fmt: skip
+    tokenizer = load_tokenizer(str(place), "Give a folder with tokenizer.json, or --tokenizer FOLDER")
     if config.chat_template is not None:
         tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
     return tokenizer

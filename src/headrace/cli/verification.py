@@ -18,6 +18,7 @@ from headrace.base.errors import DataError, FormatError, ModelError, OptimizerEr
 from headrace.base.units import format_bytes
 from headrace.cli.config import Tier
 from headrace.cli.config_file import ConfigError, Given, validated
+from headrace.cli.tokenizers import load_tokenizer
 from headrace.cli.verify import Request
 from headrace.hardware import limits
 from headrace.model.blocks import find_blocks
@@ -196,15 +197,8 @@ def _ordinary_ids(model: Any) -> Tensor:
 
 
 def _text_rows(request: Request, shapes: list[tuple[int, int]]) -> list[Tensor]:
-    from transformers import AutoTokenizer
-
     assert request.data is not None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(request.model)
-    except Exception as error:  # every way in which files, a network or a format can fail
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        raise ModelError(f"--data needs a tokenizer, and that of {request.model} cannot be loaded", reason,
-                         "Give a folder with tokenizer.json, or leave --data away") from error  # fmt: skip
+    tokenizer = load_tokenizer(str(request.model), "Give a folder with tokenizer.json, or leave --data away")
     ids = tokenizer(request.data.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
     needed = sum(rows * length for rows, length in shapes)
     if len(ids) < needed:
