@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 import tiny_checkpoints
@@ -117,6 +118,24 @@ def test_mistakes_are_exit_code_2(folder: Path, changes: tuple[str, ...], text: 
     code, printed = headrace("verify", str(folder), *SMALL, *changes)
     assert code == 2
     assert text in printed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_a_gpu_that_is_not_there(folder: Path, device: str) -> None:
+    code, printed = headrace("verify", str(folder), *SMALL, "--device", device)
+    assert code == 2
+    assert f"--device = '{device}', but torch sees no GPU" in printed
+
+
+def test_a_disk_dir_that_cannot_be_used(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(verification.tempfile, "TemporaryDirectory", fails)
+    code, printed = headrace("verify", str(folder), *SMALL, "--disk-dir", str(tmp_path))
+    assert code == 2
+    assert f"--disk-dir = '{tmp_path}' cannot be used: Read-only file system" in printed
 
 
 def test_all_mistakes_at_once(folder: Path, tmp_path: Path) -> None:

@@ -275,6 +275,15 @@ def test_a_folder_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.Mo
     assert not (tmp_path / "new").exists()
 
 
+def test_a_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError(30, "Read-only file system")  # which os.access does not tell root
+
+    monkeypatch.setattr(Path, "mkdir", fails)
+    text = refused(StoreError, disk_dir=tmp_path / "new")
+    assert "Cannot use disk_dir" in text and "new: Read-only file system" in text
+
+
 def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "disk_free", lambda folder: 5000)
     text = refused(PlanError, disk_dir=tmp_path)

@@ -37,7 +37,12 @@ ROOM = 0.9
 def run(request: Request) -> bool:
     """Verify, and print. True when all is right. Raises ConfigError for what cannot be verified as asked."""
     request = _checked(request)
-    with tempfile.TemporaryDirectory(prefix="headrace-verify-", dir=request.disk_dir) as folder:
+    try:
+        made = tempfile.TemporaryDirectory(prefix="headrace-verify-", dir=request.disk_dir)
+    except OSError as error:
+        where = f"--disk-dir = {str(request.disk_dir)!r}" if request.disk_dir else "the folder for temporary files"
+        raise ConfigError([f"{where} cannot be used: {error.strerror or error}; name another --disk-dir"]) from error
+    with made as folder:
         try:
             verdict = _verify(request, Path(folder))
         except (DataError, FormatError, ModelError, OptimizerError, OptionError, PlanError) as error:
@@ -57,6 +62,8 @@ def _checked(request: Request) -> Request:
     given = Given("command line", values, {(name,): "--" + name.replace("_", "-") for name in values})
     config, _ = validated(given)
     problems = [f"{where}: {text}" for where, text in given.problems]
+    if not problems and (config.device or "").startswith("cuda") and not torch.cuda.is_available():
+        problems.append(f"--device = {config.device!r}, but torch sees no GPU: use cpu, or a torch built for CUDA")
     for tier in request.placements:
         if tier not in TIERS:
             problems.append(f"--placement = {tier!r} is not one of {', '.join(TIERS)}")

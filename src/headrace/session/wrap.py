@@ -20,6 +20,7 @@ from headrace.executor.executor import Executor
 from headrace.executor.inputs import InputStore
 from headrace.executor.sink import Sink
 from headrace.executor.stream import Stream
+from headrace.files.space import disk_error
 from headrace.hardware import limits
 from headrace.kernels import ops
 from headrace.model.blocks import find_blocks
@@ -235,8 +236,11 @@ def _budgets(options: Options, device: torch.device) -> Budgets:
     disk = None
     if options.disk_dir is not None:
         folder = Path(options.disk_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        disk = limits.disk_free(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            disk = limits.disk_free(folder)
+        except OSError as error:
+            raise disk_error(error, "use disk_dir", folder) from error
     return Budgets(device_bytes, host, disk, shared=device.type == "cpu")
 
 
