@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -208,3 +209,10 @@ def test_full_disk_is_one_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     code, printed = headrace("train")
     assert code == 1
     assert printed == f"error: [Errno 28] No space left on device: '{tmp_path}'\n"
+
+
+def test_python_m_headrace_is_the_command() -> None:
+    code = "import runpy, sys; sys.argv = ['headrace', '--version']; runpy.run_module('headrace', run_name='__main__')"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and __version__ in done.stdout

@@ -66,11 +66,14 @@ def test_chat_template(folder: Path, tmp_path: Path) -> None:
     [
         ("nowhere", "holds no model. there is no such folder"),
         (".", "holds no model. config.json is missing."),
+        ("adapter", "holds an adapter, not a model. adapter_config.json is there"),
         ("stopped", "holds no model. config.json is missing, but there are checkpoints: the run was not finished"),
     ],
 )
 def test_folder_without_a_model(tmp_path: Path, where: str, text: str) -> None:
     (tmp_path / "stopped" / "checkpoints" / "step-4").mkdir(parents=True)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     code, printed = headrace("sample", str(tmp_path / where), "x")
     assert code == 1
     assert text in printed

@@ -103,7 +103,7 @@ class RunConfig(BaseModel):
     device_memory: int | None = None
     """Most memory to use on the device, in bytes or as "8GiB"."""
     host_memory: int | None = None
-    """Most RAM to use, in bytes or as "32GiB"."""
+    """Most RAM to use beside what Python and torch take, in bytes or as "32GiB"."""
     disk_dir: str | None = None
     """Folder on a fast disk for weights and optimizer state that RAM does not hold."""
     placement: Placement = Placement()

@@ -46,6 +46,11 @@ def _check_folder(folder: Path) -> None:
         found = "there is no such folder" if not folder.is_dir() else "config.json is missing"
         if any((folder / "checkpoints").glob("step-*")):
             found += ", but there are checkpoints: the run was not finished"
+        if (folder / "adapter_config.json").is_file():
+            raise ModelError(
+                f"{folder} holds an adapter, not a model", "adapter_config.json is there, config.json is not",
+                "Load it with peft (PeftModel.from_pretrained on its base), merge_and_unload it, and save that",
+            )  # fmt: skip
         raise ModelError(f"{folder} holds no model", found, "Give the output folder of a finished training run")
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         raise ModelError(

@@ -23,7 +23,8 @@ class Options:
     device_memory: int | str | None = None
     """Most bytes of device memory to use, such as "8GiB". Default: 90 % of what is free; no limit on the CPU."""
     host_memory: int | str | None = None
-    """Most bytes of RAM to use. Default: 90 % of what is available (cgroup limits respected, swap never counted)."""
+    """Most bytes of RAM to use, beside what Python and torch take. Default: 90 % of what is available (cgroup limits
+    respected, swap never counted)."""
     disk_dir: str | Path | None = None
     """Folder for weights or optimizer state on disk. Its file is removed when the session ends."""
     placement: Any = "auto"

@@ -82,7 +82,7 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **giv
       blocks=None            the blocks, where they are not found: names of lists, or the modules
       debug=False            freed weights read NaN
 
-    Raises OptionError, ModelError, OptimizerError or PlanError; then nothing is changed.
+    Raises OptionError, ModelError, OptimizerError, PlanError or StoreError; then nothing is changed.
     """
     options = option_room.check(given)
     present = getattr(model, "_headrace_session", None)
