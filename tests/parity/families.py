@@ -153,9 +153,9 @@ FAMILIES: dict[str, Family] = {
 
 
 @functools.cache
-def _template(name: str) -> nn.Module:
+def _template(make: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(11)
-    model = FAMILIES[name].make()
+    model = make()
     with torch.no_grad():  # norms of ones and biases of zeros would hide mistakes
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -163,6 +163,11 @@ def _template(name: str) -> nn.Module:
     return model.train()
 
 
+def fresh(make: Callable[[], nn.Module]) -> nn.Module:
+    """A copy of the model that `make` builds; always the same weights."""
+    return copy.deepcopy(_template(make))
+
+
 def build(name: str) -> nn.Module:
-    """A fresh copy of the family's model; always the same weights."""
-    return copy.deepcopy(_template(name))
+    """A fresh copy of the family's model."""
+    return fresh(FAMILIES[name].make)

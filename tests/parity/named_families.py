@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from parity.families import HIDDEN, VOCAB, Batch, Family, causal_lm, causal_loss, token_batch
+from parity.families import HIDDEN, VOCAB, Batch, Family, causal_lm, causal_loss, fresh, token_batch
 
 PATCHES = 16
 """Patches of an image: four by four, merged two by two into four tokens."""
@@ -178,17 +176,6 @@ def made_causal(model: str, config: str, **fields: Any) -> nn.Module:
     return made(model, config, **{**shape, **fields})
 
 
-@functools.cache
-def _template(name: str) -> nn.Module:
-    torch.manual_seed(11)
-    model = NAMED[name].make()
-    with torch.no_grad():  # norms of ones and biases of zeros would hide mistakes
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(0.1 * torch.randn(parameter.shape))
-    return model.train()
-
-
 def build(name: str) -> nn.Module:
-    """A fresh copy of the family's model; always the same weights."""
-    return copy.deepcopy(_template(name))
+    """A fresh copy of the family's model."""
+    return fresh(NAMED[name].make)
