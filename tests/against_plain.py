@@ -128,21 +128,22 @@ def streamed(
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """fp32 gradients by name: of a plain model, or of a streamed one between backward and step."""
+    """fp32 gradients by name, on the CPU: of a plain model, or of a streamed one between backward and step."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if getattr(model, "_headrace_session", None) is None:
-        return {name: (torch.zeros_like(p) if p.grad is None else p.grad).float().clone() for name, p in trained}
+        return {name: (torch.zeros_like(p) if p.grad is None else p.grad).float().cpu().clone() for name, p in trained}
     session = headrace.session(model)
     return {name: session.gradient(name) for name, _ in trained}
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
+    return {name: value.cpu().clone() for name, value in model.state_dict().items()}
 
 
 def distance(ours: Tensor, theirs: Tensor, floor: float = 0.0) -> float:
     """Relative L2 distance; `floor`: a norm below which it is not taken as relative."""
-    return float((ours.double() - theirs.double()).norm()) / max(float(theirs.double().norm()), floor, 1e-30)
+    ours, theirs = ours.double().cpu(), theirs.double().cpu()
+    return float((ours - theirs).norm()) / max(float(theirs.norm()), floor, 1e-30)
 
 
 def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float = 1e-5) -> None:

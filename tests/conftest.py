@@ -13,7 +13,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-families", action="store_true", help="tests/parity/test_zoo.py: all options for each class")
-    parser.addoption("--device", default="cpu", help="tests/parity/test_llama.py and test_families.py: cpu or cuda")
+    parser.addoption("--device", default="cpu", help="tests/parity: where both sides compute, cpu or cuda")
     parser.addoption("--write-families", action="store_true", help="tests/parity/test_zoo.py: write FAMILIES.md")
 
 

@@ -24,11 +24,11 @@ def one_thread() -> Iterator[None]:
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
     """Where both sides compute. On CUDA with deterministic kernels and without TF32."""
     chosen = str(request.config.getoption("--device"))
-    before = torch.backends.cuda.matmul.allow_tf32
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     if chosen != "cpu":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts: needed for equal bits
-        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         torch.use_deterministic_algorithms(True, warn_only=True)
     yield chosen
     torch.use_deterministic_algorithms(False)
-    torch.backends.cuda.matmul.allow_tf32 = before
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -112,13 +113,19 @@ _SHAPE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def causal_lm(kind: str, **changes: Any) -> nn.Module:
-    """A transformers model of `kind` ("Llama") with our tiny shape."""
+def made(model: str, config: str, **fields: Any) -> nn.Module:
+    """A transformers model by the names of its classes; where the installed version lacks them the test is skipped."""
     import transformers
 
-    config = getattr(transformers, f"{kind}Config")(**{**_SHAPE, **changes})
-    model: nn.Module = getattr(transformers, f"{kind}ForCausalLM")(config)
-    return model
+    if not (hasattr(transformers, model) and hasattr(transformers, config)):
+        pytest.skip(f"transformers {transformers.__version__} has no {model}")
+    built: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**fields))
+    return built
+
+
+def causal_lm(kind: str, **changes: Any) -> nn.Module:
+    """A transformers model of `kind` ("Llama") with our tiny shape."""
+    return made(f"{kind}ForCausalLM", f"{kind}Config", **{**_SHAPE, **changes})
 
 
 def gemma2(**changes: Any) -> nn.Module:

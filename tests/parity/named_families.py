@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parity.families import HIDDEN, VOCAB, Batch, Family, causal_lm, causal_loss, fresh, token_batch
+from parity.families import HIDDEN, VOCAB, Batch, Family, causal_lm, causal_loss, fresh, made, token_batch
 
 PATCHES = 16
 """Patches of an image: four by four, merged two by two into four tokens."""
@@ -17,13 +17,6 @@ EXPERTS: dict[str, Any] = {
     "intermediate_size": 96, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1,
     "num_hidden_layers": 3,
 }  # fmt: skip
-
-
-def made(model: str, config: str, **fields: Any) -> nn.Module:
-    import transformers
-
-    built: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**fields))
-    return built
 
 
 def gemma3n() -> nn.Module:

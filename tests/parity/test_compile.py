@@ -29,12 +29,12 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize("options", [{}, {"recompute": False}, {"rows": 2}], ids=str)
-def test_gradients_are_those_of_the_plain_model(graphs: list[Any], options: dict[str, Any]) -> None:
-    plain = llama(5)
+def test_gradients_are_those_of_the_plain_model(graphs: list[Any], options: dict[str, Any], device: str) -> None:
+    plain = llama(5).to(device)
     theirs = sgd(plain)
-    with streamed(plain, compile=True, window=2, **options) as (ours, optimizer):
+    with streamed(plain, compile=True, window=2, device=device, **options) as (ours, optimizer):
         for step in range(3):
-            ids = batch(4, 9, seed=step, vocabulary=257)
+            ids = batch(4, 9, seed=step, vocabulary=257).to(device)
             hf_loss(plain, ids).backward()
             hf_loss(ours, ids).backward()
             assert_close(gradients(ours), gradients(plain))
@@ -46,25 +46,25 @@ def test_gradients_are_those_of_the_plain_model(graphs: list[Any], options: dict
     assert 1 <= len(graphs) <= (1 if "rows" not in options else 3)
 
 
-def test_dropout_is_replayed(graphs: list[Any]) -> None:
+def test_dropout_is_replayed(graphs: list[Any], device: str) -> None:
     plain = toy(blocks=[Block(20, 27, dropout=0.3) for _ in range(3)])
-    with streamed(plain, compile=True) as (ours, _), streamed(plain) as (eager, _):
+    with streamed(plain, compile=True, device=device) as (ours, _), streamed(plain, device=device) as (eager, _):
         for model in (ours, eager):
             torch.manual_seed(3)
-            toy_loss(model, batch()).backward()
+            toy_loss(model, batch().to(device)).backward()
         assert_close(gradients(ours), gradients(eager))
 
 
-def test_where_the_compiler_fails_blocks_run_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_compiler_fails_blocks_run_eager(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no compiler on this machine")
 
     torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=broken))
-    plain = toy()
-    with streamed(plain, compile=True) as (ours, _):
-        toy_loss(plain, batch()).backward()
-        toy_loss(ours, batch()).backward()
+    plain = toy().to(device)
+    with streamed(plain, compile=True, device=device) as (ours, _):
+        toy_loss(plain, batch().to(device)).backward()
+        toy_loss(ours, batch().to(device)).backward()
         assert_close(gradients(ours), gradients(plain))
         told = [str(event) for event in headrace.session(ours).events if event.kind == "compile"]
         assert len(told) == 1 and "uncompiled" in told[0] and "no compiler on this machine" in told[0]
@@ -79,7 +79,7 @@ class Halves(Block):
         return x + self.down(y)
 
 
-def test_a_compiler_that_fails_half_way_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_fails_half_way_draws_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The forward that runs instead has the masks that its recompute will have."""
     made: list[Any] = []
 
@@ -91,12 +91,12 @@ def test_a_compiler_that_fails_half_way_draws_nothing(monkeypatch: pytest.Monkey
 
     torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=second_fails))
-    plain = toy(blocks=[Halves(20, 27, dropout=0.3) for _ in range(3)])
-    with streamed(plain, compile=True) as (ours, _):
+    plain = toy(blocks=[Halves(20, 27, dropout=0.3) for _ in range(3)]).to(device)
+    with streamed(plain, compile=True, device=device) as (ours, _):
         losses = []
         for model in (plain, ours):
             torch.manual_seed(3)
-            losses.append(toy_loss(model, batch()))
+            losses.append(toy_loss(model, batch().to(device)))
             losses[-1].backward()
         assert len(made) == 2
         assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-6)
@@ -110,29 +110,31 @@ class Strict(Block):
         return super().forward(x)
 
 
-def test_a_fault_of_the_model_stays_its_own(graphs: list[Any]) -> None:
-    plain = toy(blocks=[Strict(20, 27) for _ in range(3)])
-    with streamed(plain, compile=True) as (ours, _):
+def test_a_fault_of_the_model_stays_its_own(graphs: list[Any], device: str) -> None:
+    plain = toy(blocks=[Strict(20, 27) for _ in range(3)]).to(device)
+    with streamed(plain, compile=True, device=device) as (ours, _):
         with pytest.raises(ValueError, match="at most three rows"):
-            toy_loss(ours, batch(rows=4)).backward()
-        toy_loss(ours, batch(rows=2)).backward()
-        toy_loss(plain, batch(rows=2)).backward()
+            toy_loss(ours, batch(rows=4).to(device)).backward()
+        toy_loss(ours, batch(rows=2).to(device)).backward()
+        toy_loss(plain, batch(rows=2).to(device)).backward()
         assert_close(gradients(ours), gradients(plain))
         assert not [event for event in headrace.session(ours).events if event.kind == "compile"]
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["blocks", "model"])
-def test_lengths_that_change_between_backward_and_step(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_that_change_between_backward_and_step(
+    whole: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch.compile compiles again then, and looks at parameters whose gradients are held."""
     from torch._dynamo.backends.debugging import aot_eager
 
     torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=aot_eager))
-    plain = toy()
-    with streamed(plain, compile=not whole) as (ours, _):
+    plain = toy().to(device)
+    with streamed(plain, compile=not whole, device=device) as (ours, _):
         called = torch.compile(ours) if whole else ours
         for length in (7, 5, 9):
-            toy_loss(plain, batch(length=length)).backward()
-            toy_loss(called, batch(length=length)).backward()
+            toy_loss(plain, batch(length=length).to(device)).backward()
+            toy_loss(called, batch(length=length).to(device)).backward()
         assert_close(gradients(ours), gradients(plain))
         assert not [event for event in headrace.session(ours).events if event.kind == "compile"]

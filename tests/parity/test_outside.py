@@ -33,15 +33,17 @@ from headrace.base.errors import StepError
 WAYS = [{}, {"rows": 1}, {"recompute": False}, {"window": 2, "placement": {"weights": "device", "state": "device"}}]
 
 
-def trains_alike(model: nn.Module, loss: Callable[[nn.Module, Tensor], Tensor] = toy_loss, **options: Any) -> list[Any]:
+def trains_alike(
+    model: nn.Module, device: str, loss: Callable[[nn.Module, Tensor], Tensor] = toy_loss, **options: Any
+) -> list[Any]:
     """Three steps, gradients and weights each time. Returns the events."""
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model).to(device)
     optimizer = sgd(plain)
-    with streamed(model, **options) as (ours, driver):
+    with streamed(model, device=device, **options) as (ours, driver):
         for step in range(3):
             for side in (plain, ours):
                 torch.manual_seed(step)
-                loss(side, batch(seed=step)).backward()
+                loss(side, batch(seed=step).to(device)).backward()
             assert_close(gradients(ours), gradients(plain))
             optimizer.step(), driver.step()
             optimizer.zero_grad(), driver.zero_grad()
@@ -65,33 +67,33 @@ class ByHand(Toy):
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
-def test_weights_of_embeddings_used_by_hand(options: dict[str, Any]) -> None:
+def test_weights_of_embeddings_used_by_hand(options: dict[str, Any], device: str) -> None:
     """They come whole, once for each call of the model, and their gradient counts, that of the padding row too."""
     torch.manual_seed(0)
-    events = trains_alike(ByHand(), **options)
+    events = trains_alike(ByHand(), device, **options)
     assert sum(event.kind == "whole" for event in events) == 2
 
 
-def test_weights_used_by_hand_in_a_window() -> None:
+def test_weights_used_by_hand_in_a_window(device: str) -> None:
     torch.manual_seed(0)
-    plain = ByHand()
-    parts = [batch(2, 7, 1), batch(3, 5, 2)]
-    with streamed(plain) as (ours, _):
+    plain = ByHand().to(device)
+    parts = [batch(2, 7, 1).to(device), batch(3, 5, 2).to(device)]
+    with streamed(plain, device=device) as (ours, _):
         headrace.accumulate(lambda part: toy_loss(ours, part), parts).backward()
         for part in parts:
             toy_loss(plain, part).backward()
         assert_close(gradients(ours), gradients(plain))
 
 
-def test_a_weight_read_outside_any_call_gets_no_silent_gradient() -> None:
-    with streamed(toy()) as (ours, _):
+def test_a_weight_read_outside_any_call_gets_no_silent_gradient(device: str) -> None:
+    with streamed(toy(), device=device) as (ours, _):
         norm = ours.embed.weight.norm()
         assert norm.isfinite()
         with pytest.raises(StepError, match=r"embed\.weight was used outside"):
             norm.backward()
 
 
-def test_a_model_that_calls_parts_of_its_blocks_is_refused() -> None:
+def test_a_model_that_calls_parts_of_its_blocks_is_refused(device: str) -> None:
     """Their weights are not on the device then. The block's class is named."""
 
     class Parts(Toy):
@@ -99,11 +101,14 @@ def test_a_model_that_calls_parts_of_its_blocks_is_refused() -> None:
             return self.head(self.blocks[1].up(self.embed(ids)[..., :20])[..., :20])  # type: ignore[no-any-return]
 
     torch.manual_seed(0)
-    with streamed(Parts()) as (ours, _), pytest.raises(StepError, match=r"weight blocks\.1\.up\.\w+ of Block"):
-        toy_loss(ours, batch()).backward()
+    with (
+        streamed(Parts(), device=device) as (ours, _),
+        pytest.raises(StepError, match=r"weight blocks\.1\.up\.\w+ of Block"),
+    ):
+        toy_loss(ours, batch().to(device)).backward()
 
 
-def test_a_weight_that_a_block_takes_from_elsewhere_is_refused() -> None:
+def test_a_weight_that_a_block_takes_from_elsewhere_is_refused(device: str) -> None:
     """The block's own graph would bring it no gradient."""
 
     class Taker(Block):
@@ -114,18 +119,18 @@ def test_a_weight_that_a_block_takes_from_elsewhere_is_refused() -> None:
     model = Toy([Taker(20, 27) for _ in range(3)])
     for block in model.blocks:
         block.other = [model.head.weight]  # in a list, or it would be a parameter of the block
-    wrapped, _ = headrace.wrap(model, sgd(model), device="cpu", placement={"weights": "host", "state": "host"})
+    wrapped, _ = headrace.wrap(model, sgd(model), device=device, placement={"weights": "host", "state": "host"})
     with pytest.raises(StepError, match=r"blocks\.\d uses the weight head\.weight, which is no part of it"):
-        toy_loss(wrapped, batch()).backward()
+        toy_loss(wrapped, batch().to(device)).backward()
     headrace.session(wrapped).close()
 
 
 class Keeper(Block):
     """Keeps something from call to call, and uses it."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, way: str, device: str) -> None:
         super().__init__(20, 27)
-        self.way, self.state, self.count = way, torch.zeros(20), 0
+        self.way, self.state, self.count = way, torch.zeros(20, device=device), 0
         self.register_buffer("steps", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -147,14 +152,14 @@ class Keeper(Block):
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
 @pytest.mark.parametrize("way", ["tensor", "in place", "number", "buffer", "late"])
-def test_what_a_block_keeps_from_call_to_call(way: str, options: dict[str, Any]) -> None:
+def test_what_a_block_keeps_from_call_to_call(way: str, options: dict[str, Any], device: str) -> None:
     """The recompute finds it as the forward found it, and it changes once for each forward, over the whole batch."""
     torch.manual_seed(0)
-    trains_alike(Toy([Keeper(way) for _ in range(3)]), **options)
+    trains_alike(Toy([Keeper(way, device) for _ in range(3)]), device, **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"recompute": False}], ids=str)
-def test_modes_that_change_between_forward_and_backward(options: dict[str, Any]) -> None:
+def test_modes_that_change_between_forward_and_backward(options: dict[str, Any], device: str) -> None:
     """As in plain PyTorch, a gradient is that of the forward, whatever the model's mode is by then."""
 
     def loss(model: nn.Module, ids: Tensor) -> Tensor:
@@ -164,35 +169,36 @@ def test_modes_that_change_between_forward_and_backward(options: dict[str, Any])
         return value
 
     torch.manual_seed(0)
-    trains_alike(Toy([Block(20, 27, dropout=0.4) for _ in range(3)]), loss, **options)
+    trains_alike(Toy([Block(20, 27, dropout=0.4) for _ in range(3)]), device, loss, **options)
 
 
-def test_hooks_inside_blocks_are_told() -> None:
+def test_hooks_inside_blocks_are_told(device: str) -> None:
     """Once; they see the forward and the recompute, and a gradient of what they collect is no silent zero."""
     found: list[Tensor] = []
-    with streamed(toy()) as (ours, _):
-        toy_loss(ours, batch()).backward()
+    ids = batch().to(device)
+    with streamed(toy(), device=device) as (ours, _):
+        toy_loss(ours, ids).backward()
         assert not [event for event in headrace.session(ours).events if event.kind == "hooks"]
         ours.blocks[1].up.register_forward_hook(lambda module, args, out: found.append(out))
-        loss = toy_loss(ours, batch())
+        loss = toy_loss(ours, ids)
         assert len(found) == 1
         with pytest.raises(StepError, match="a gradient is wanted of a tensor that a streamed block computed"):
             (loss + found[0].square().mean()).backward()
         ours.zero_grad()
-        toy_loss(ours, batch()).backward()
+        toy_loss(ours, ids).backward()
         (event,) = [event for event in headrace.session(ours).events if event.kind == "hooks"]
         assert "up of Block" in event.text
         assert len(found) > 2
 
 
-def test_recorders_of_transformers_are_no_hooks_of_the_users() -> None:
-    ids = batch(vocabulary=257)
-    with streamed(llama(layers=2)) as (ours, _):
+def test_recorders_of_transformers_are_no_hooks_of_the_users(device: str) -> None:
+    ids = batch(vocabulary=257).to(device)
+    with streamed(llama(layers=2), device=device) as (ours, _):
         ours(input_ids=ids, labels=ids, output_attentions=True, output_hidden_states=True).loss.backward()
         assert not [event for event in headrace.session(ours).events if event.kind == "hooks"]
 
 
-def test_a_reentrant_checkpoint_inside_a_block_is_refused_in_words() -> None:
+def test_a_reentrant_checkpoint_inside_a_block_is_refused_in_words(device: str) -> None:
     """Under recompute torch itself cannot run it; kept activations can."""
 
     class Checked(Block):
@@ -203,20 +209,20 @@ def test_a_reentrant_checkpoint_inside_a_block_is_refused_in_words() -> None:
     torch.manual_seed(0)
     model = Toy([Checked(20, 27) for _ in range(3)])
     with (
-        streamed(model) as (ours, _),
+        streamed(model, device=device) as (ours, _),
         pytest.raises(StepError, match=r"blocks\.2 holds a checkpoint with use_reentrant"),
     ):
-        toy_loss(ours, batch()).backward()
-    trains_alike(model, recompute=False)
+        toy_loss(ours, batch().to(device)).backward()
+    trains_alike(model, device, recompute=False)
 
 
-def test_functional_call() -> None:
+def test_functional_call(device: str) -> None:
     """With the model's own weights it is an ordinary call; with others, which would get no gradient, it is refused."""
-    plain = llama(layers=2)
-    ids = batch(vocabulary=257)
+    plain = llama(layers=2).to(device)
+    ids = batch(vocabulary=257).to(device)
     hf_loss(plain, ids).backward()
     call = torch.func.functional_call
-    with streamed(plain) as (ours, _):
+    with streamed(plain, device=device) as (ours, _):
         call(ours, dict(ours.named_parameters()), (), {"input_ids": ids, "labels": ids}).loss.backward()
         assert_close(gradients(ours), gradients(plain))
         for name in ("model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"):
@@ -228,44 +234,46 @@ def test_functional_call() -> None:
 class TestThreads:
     """A wrapped model serves one thread at a time: another is refused in words, and the first one's numbers hold."""
 
-    def test_two_forwards(self) -> None:
-        model = toy()
+    def test_two_forwards(self, device: str) -> None:
+        model, ids = toy().to(device), batch().to(device)
         inside, go = threading.Event(), threading.Event()
-        with streamed(model) as (ours, _):
+        with streamed(model, device=device) as (ours, _):
             hook = ours.norm.register_forward_hook(lambda *call: (inside.set(), go.wait(20))[2:] or None)
-            thread = threading.Thread(target=lambda: toy_loss(ours, batch()).backward())
+            thread = threading.Thread(target=lambda: toy_loss(ours, ids).backward())
             thread.start()
             assert inside.wait(20)
             with pytest.raises(StepError, match="two threads"):
-                ours(batch())
+                ours(ids)
             go.set()
             thread.join()
             hook.remove()
-            toy_loss(model, batch()).backward()
+            toy_loss(model, ids).backward()
             assert_close(gradients(ours), gradients(model))
 
     @pytest.mark.parametrize("second", ["forward", "backward"])
-    def test_beside_a_backward(self, second: str) -> None:
-        model = toy()
+    def test_beside_a_backward(self, second: str, device: str) -> None:
+        if device != "cpu" and second == "backward":
+            pytest.skip("all backwards on a GPU run in autograd's one thread for it, one after the other")
+        model, ids = toy().to(device), batch().to(device)
         inside, go = threading.Event(), threading.Event()
-        with streamed(model) as (ours, driver):
-            waiting = toy_loss(ours, batch(seed=1))
+        with streamed(model, device=device) as (ours, driver):
+            waiting = toy_loss(ours, batch(seed=1).to(device))
             hook = ours.blocks[1].register_forward_hook(lambda module, args, out: _halt(out, inside, go))
-            loss = toy_loss(ours, batch())
+            loss = toy_loss(ours, ids)
             hook.remove()
             thread = threading.Thread(target=loss.backward)
             thread.start()
             assert inside.wait(20)
             with pytest.raises(StepError, match="two threads"):
-                waiting.backward() if second == "backward" else ours(batch())
+                waiting.backward() if second == "backward" else ours(ids)
             go.set()
             thread.join()
-            toy_loss(model, batch()).backward()
+            toy_loss(model, ids).backward()
             assert_close(gradients(ours), gradients(model))
             driver.zero_grad()
             model.zero_grad()
             for side in (ours, model):
-                toy_loss(side, batch(seed=2)).backward()
+                toy_loss(side, batch(seed=2).to(device)).backward()
             assert_close(gradients(ours), gradients(model))
 
 
@@ -275,17 +283,17 @@ def _halt(out: Tensor, inside: threading.Event, go: threading.Event) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("kind", ["toy", "llama"])
-def test_a_compiled_outer_model(kind: str, backend: str) -> None:
+def test_a_compiled_outer_model(kind: str, backend: str, device: str) -> None:
     """torch.compile around a wrapped model, before or after wrapping, compiles what lies between the blocks."""
     model, loss = (toy(), toy_loss) if kind == "toy" else (llama(layers=3), hf_loss)
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model).to(device)
     optimizer = sgd(plain)
     torch._dynamo.reset()
-    with streamed(model) as (ours, driver):
+    with streamed(model, device=device) as (ours, driver):
         compiled = torch.compile(ours, backend=backend)
         for step in range(3):
             for side in (compiled, plain):
-                loss(side, batch(seed=step)).backward()
+                loss(side, batch(seed=step).to(device)).backward()
             assert_close(gradients(ours), gradients(plain))
             optimizer.step(), driver.step()
             optimizer.zero_grad(), driver.zero_grad()

@@ -57,7 +57,7 @@ class Model(nn.Module):
         self.rows = rows
 
     def forward(self, x: Tensor) -> Tensor:
-        mask = torch.linspace(0.5, 2, len(x) if self.rows else 1).view(-1, 1, 1).repeat(1, 1, 8)
+        mask = torch.linspace(0.5, 2, len(x) if self.rows else 1, device=x.device).view(-1, 1, 1).repeat(1, 1, 8)
         x = self.first(x)
         for layer in self.layers:
             out = layer(x, mask)
@@ -71,13 +71,15 @@ OPTIONS = [{}, {"rows": 2}, {"recompute": False}, {"placement": {"weights": "hos
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("rows", [True, False], ids=["mask-by-row", "one-mask"])
 @pytest.mark.parametrize("kind", [Decays, Weighs, AddsInPlace, ReturnsNothing])
-def test_what_a_block_writes_reaches_the_caller(kind: type[nn.Module], rows: bool, options: dict[str, Any]) -> None:
+def test_what_a_block_writes_reaches_the_caller(
+    kind: type[nn.Module], rows: bool, options: dict[str, Any], device: str
+) -> None:
     torch.manual_seed(0)
-    plain = Model(kind, rows)
+    plain = Model(kind, rows).to(device)
     theirs = sgd(plain, 0.05)
-    with streamed(plain, lambda model: sgd(model, 0.05), **options) as (ours, optimizer):
+    with streamed(plain, lambda model: sgd(model, 0.05), device=device, **options) as (ours, optimizer):
         for step in range(3):
-            batch = torch.randn(5, 3, 8, generator=torch.Generator().manual_seed(step))
+            batch = torch.randn(5, 3, 8, generator=torch.Generator().manual_seed(step)).to(device)
             expected, got = plain(batch), ours(batch)
             expected.backward()
             got.backward()
@@ -88,13 +90,13 @@ def test_what_a_block_writes_reaches_the_caller(kind: type[nn.Module], rows: boo
                 some.zero_grad()
 
 
-def test_a_window_of_micro_batches_that_blocks_write_into() -> None:
+def test_a_window_of_micro_batches_that_blocks_write_into(device: str) -> None:
     torch.manual_seed(0)
-    plain = Model(Weighs, True)
-    batches = [torch.randn(rows, 3, 8) for rows in (2, 5, 3)]
+    plain = Model(Weighs, True).to(device)
+    batches = [torch.randn(rows, 3, 8).to(device) for rows in (2, 5, 3)]
     for batch in batches:
         plain(batch).backward()
-    with streamed(plain) as (ours, _):
+    with streamed(plain, device=device) as (ours, _):
         headrace.accumulate(ours, batches).backward()
         assert_close(gradients(ours), gradients(plain))
 
@@ -111,9 +113,9 @@ class WritesLater(Decays):
         return x + torch.tanh(self.linear(x)) + mask
 
 
-def test_a_block_that_begins_to_write_later_is_refused() -> None:
-    batch = torch.randn(5, 3, 8)
-    with streamed(Model(WritesLater, True)) as (ours, _):
+def test_a_block_that_begins_to_write_later_is_refused(device: str) -> None:
+    batch = torch.randn(5, 3, 8).to(device)
+    with streamed(Model(WritesLater, True), device=device) as (ours, _):
         for _ in range(2):
             ours(batch).backward()
         with pytest.raises(headrace.StepError, match="wrote into an argument"):
@@ -129,12 +131,12 @@ class Multiplies(Decays):
         return x + y
 
 
-def test_what_an_earlier_block_needs_is_not_overwritten_unseen() -> None:
+def test_what_an_earlier_block_needs_is_not_overwritten_unseen(device: str) -> None:
     """Plain PyTorch refuses the backward, so must we."""
     torch.manual_seed(0)
-    plain = Model(Multiplies, True)
-    batch = torch.randn(5, 3, 8)
-    with streamed(plain) as (ours, _):
+    plain = Model(Multiplies, True).to(device)
+    batch = torch.randn(5, 3, 8).to(device)
+    with streamed(plain, device=device) as (ours, _):
         for model in (plain, ours):
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 model(batch).backward()
@@ -161,12 +163,12 @@ class WritesOutside(nn.Module):
         return logits.square().sum()
 
 
-def test_the_model_may_write_into_what_is_returned() -> None:
+def test_the_model_may_write_into_what_is_returned(device: str) -> None:
     torch.manual_seed(0)
-    plain = WritesOutside()
-    ids = torch.randint(0, 37, (3, 5))
+    plain = WritesOutside().to(device)
+    ids = torch.randint(0, 37, (3, 5)).to(device)
     plain(ids).backward()
-    with streamed(plain) as (ours, _):
+    with streamed(plain, device=device) as (ours, _):
         ours(ids).backward()
         assert_close(gradients(ours), gradients(plain))
 
@@ -190,7 +192,7 @@ class EndsWithTanh(Decays):
 
 class WritesIntoResults(Model):
     def forward(self, x: Tensor) -> Tensor:
-        mask = torch.ones(len(x), 1, 8)
+        mask = torch.ones(len(x), 1, 8, device=x.device)
         x = self.first(x)
         for layer in self.layers:
             x = layer(x, mask)
@@ -199,22 +201,22 @@ class WritesIntoResults(Model):
 
 
 @pytest.mark.parametrize("options", [{}, {"rows": 2}, {"recompute": False}, {"recompute": False, "rows": 2}], ids=str)
-def test_a_block_that_overwrites_what_its_backward_needs_is_refused(options: dict[str, Any]) -> None:
+def test_a_block_that_overwrites_what_its_backward_needs_is_refused(options: dict[str, Any], device: str) -> None:
     """As in plain PyTorch; hooks for saved tensors would pass over it."""
-    batch = torch.randn(5, 3, 8)
-    plain = Model(Overwrites, True)
-    with streamed(plain, **options) as (ours, _):
+    batch = torch.randn(5, 3, 8).to(device)
+    plain = Model(Overwrites, True).to(device)
+    with streamed(plain, device=device, **options) as (ours, _):
         for model in (plain, ours):
             with pytest.raises(RuntimeError, match=r"modified (in place|by an inplace operation)"):
                 model(batch).backward()
 
 
-def test_a_result_that_kept_activations_need_is_not_overwritten_unseen() -> None:
+def test_a_result_that_kept_activations_need_is_not_overwritten_unseen(device: str) -> None:
     """As in plain PyTorch. A recompute has its own result, so there nothing is lost."""
     torch.manual_seed(0)
-    batch = torch.randn(5, 3, 8)
-    plain = WritesIntoResults(EndsWithTanh, True)
-    with streamed(plain, recompute=False) as (ours, _):
+    batch = torch.randn(5, 3, 8).to(device)
+    plain = WritesIntoResults(EndsWithTanh, True).to(device)
+    with streamed(plain, recompute=False, device=device) as (ours, _):
         for model in (plain, ours):
             with pytest.raises(RuntimeError, match=r"modified (in place|by an inplace operation)"):
                 model(batch).backward()
@@ -251,12 +253,12 @@ class Skips(nn.Module):
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_a_block_that_returns_its_argument(options: dict[str, Any]) -> None:
+def test_a_block_that_returns_its_argument(options: dict[str, Any], device: str) -> None:
     """What comes back is the caller's own tensor: a write into it is a write into the argument."""
     torch.manual_seed(0)
-    plain, batch = ReturnsItsArgument(), torch.randn(5, 3, 8)
+    plain, batch = ReturnsItsArgument().to(device), torch.randn(5, 3, 8).to(device)
     theirs = sgd(plain, 0.05)
-    with streamed(plain, lambda model: sgd(model, 0.05), **options) as (ours, optimizer):
+    with streamed(plain, lambda model: sgd(model, 0.05), device=device, **options) as (ours, optimizer):
         for _ in range(2):
             for model, driver in ((plain, theirs), (ours, optimizer)):
                 model(batch).backward()
@@ -272,6 +274,9 @@ class WritesUnseen(Decays):
         return x + y
 
 
-def test_a_write_through_data_is_refused() -> None:
-    with streamed(Model(WritesUnseen, True)) as (ours, _), pytest.raises(headrace.StepError, match=r"through \.data"):
-        ours(torch.randn(5, 3, 8))
+def test_a_write_through_data_is_refused(device: str) -> None:
+    with (
+        streamed(Model(WritesUnseen, True), device=device) as (ours, _),
+        pytest.raises(headrace.StepError, match=r"through \.data"),
+    ):
+        ours(torch.randn(5, 3, 8).to(device))
