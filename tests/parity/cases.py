@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import headrace
-from parity.families import FAMILIES, Batch, build
+from parity.families import FAMILIES, Batch, build, token_batch
 from parity.reference import OPTIMIZERS, STEPS, Step, Trace, train_plain, train_streamed
 
 CLIP = 0.05
@@ -117,10 +117,16 @@ def streamed(
         return train_streamed(model, optimizer, FAMILIES[name], steps, mover(device), look)
 
 
-def mover(device: str) -> Any:
+def mover(device: str | torch.device) -> Any:
     """Batches as a user would move them."""
 
     def move(batch: Batch) -> Batch:
         return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
     return move
+
+
+def tokens_for(model: Any, rows: int, length: int, seed: int) -> Batch:
+    """A batch of tokens where the model says that it is."""
+    moved: Batch = mover(next(model.parameters()).device)(token_batch(rows, length, seed))
+    return moved

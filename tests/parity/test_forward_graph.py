@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import headrace
 from against_plain import assert_equal, gradients, streamed
 from headrace.base.errors import StepError
-from parity.families import token_batch
+from parity.cases import tokens_for
 
 BOTH = pytest.mark.parametrize("recompute", [True, False], ids=("recompute", "keep"))
 
@@ -32,19 +32,25 @@ def t5(attention: str) -> Any:
 
 
 def t5_loss(model: Any, number: int = 0) -> Tensor:
-    batch = token_batch(5, 7, number)
-    logits = model(batch["input_ids"], batch["attention_mask"], decoder_input_ids=batch["input_ids"]).logits.float()
+    """On a GPU without the head, whose tiles may run other matrix kernels there than the resident head."""
+    batch = tokens_for(model, 5, 7, number)
+    inputs = {"attention_mask": batch["attention_mask"], "decoder_input_ids": batch["input_ids"]}
+    if model.device.type != "cpu":
+        states = model(batch["input_ids"], **inputs, output_hidden_states=True).decoder_hidden_states
+        loss: Tensor = states[-1].float().square().mean()
+        return loss
+    logits = model(batch["input_ids"], **inputs).logits.float()
     return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 257), batch["input_ids"][:, 1:].reshape(-1))
 
 
 @BOTH
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_bf16_t5_has_the_bits_of_the_resident_module(attention: str, recompute: bool) -> None:
+def test_bf16_t5_has_the_bits_of_the_resident_module(attention: str, recompute: bool, device: str) -> None:
     """Its loss, and the decoder's gradients: those of encoder states are added up in another order."""
-    plain = t5(attention)
+    plain = t5(attention).to(device)
     want = t5_loss(plain)
     want.backward()
-    with streamed(plain, recompute=recompute) as (model, _):
+    with streamed(plain, recompute=recompute, device=device) as (model, _):
         loss = t5_loss(model)
         loss.backward()
         assert loss.item() == want.item()
@@ -54,10 +60,10 @@ def test_bf16_t5_has_the_bits_of_the_resident_module(attention: str, recompute: 
         assert_equal({name: ours[name] for name in blocks}, {name: theirs[name] for name in blocks})
 
 
-def test_the_recompute_of_t5_has_the_bits_of_its_forward() -> None:
+def test_the_recompute_of_t5_has_the_bits_of_its_forward(device: str) -> None:
     """Report 9, also where attention picks its kernel by what needs a gradient."""
     record: dict[str, list[Tensor]] = {}
-    with streamed(t5("sdpa")) as (model, _):
+    with streamed(t5("sdpa"), device=device) as (model, _):
         for name, module in model.named_modules():
             if name.endswith((".o", ".wo")):
                 module.register_forward_hook(
@@ -83,11 +89,11 @@ class Encoder(nn.Module):
         return x
 
 
-def test_layers_in_eval_mode_take_the_path_of_training() -> None:
-    plain, x = Encoder().bfloat16().eval(), torch.randn(3, 5, 16).bfloat16()
+def test_layers_in_eval_mode_take_the_path_of_training(device: str) -> None:
+    plain, x = Encoder().to(device).bfloat16().eval(), torch.randn(3, 5, 16).to(device).bfloat16()
     want = plain(x).float().square().mean()
     want.backward()
-    with streamed(plain) as (model, _):
+    with streamed(plain, device=device) as (model, _):
         model.eval()
         loss = model(x).float().square().mean()
         loss.backward()
@@ -122,12 +128,12 @@ class Parts(nn.Module):
 
 
 @BOTH
-def test_results_need_a_gradient_where_those_of_plain_pytorch_do(recompute: bool) -> None:
-    plain = Parts(Part)
-    x = torch.randn(2, 3, 8)
-    with streamed(plain, recompute=recompute) as (model, _):
+def test_results_need_a_gradient_where_those_of_plain_pytorch_do(recompute: bool, device: str) -> None:
+    plain = Parts(Part).to(device)
+    x = torch.randn(2, 3, 8).to(device)
+    with streamed(plain, recompute=recompute, device=device) as (model, _):
         for side in (plain, model):
-            hidden, side_losses = x, torch.zeros(())
+            hidden, side_losses = x, torch.zeros((), device=device)
             needs: list[bool] = []
             for layer in side.layers:
                 hidden, square, side_loss = layer(hidden)
@@ -138,10 +144,10 @@ def test_results_need_a_gradient_where_those_of_plain_pytorch_do(recompute: bool
         assert_equal(gradients(model), gradients(plain))
 
 
-def test_attributes_that_need_no_gradient_are_plain_tensors() -> None:
-    x = torch.randn(2, 3, 8)
-    plain = Parts(Part)
-    with streamed(plain) as (model, _):
+def test_attributes_that_need_no_gradient_are_plain_tensors(device: str) -> None:
+    x = torch.randn(2, 3, 8).to(device)
+    plain = Parts(Part).to(device)
+    with streamed(plain, device=device) as (model, _):
         ours, theirs = model.layers[0], plain.layers[0]
         ours(x), theirs(x)
         assert not ours.mean.requires_grad
@@ -180,9 +186,9 @@ class LearningByAutograd(Learning):
 
 
 @pytest.mark.parametrize("kind", [Learning, LearningByAutograd])
-def test_blocks_may_differentiate_inside(kind: type[nn.Module]) -> None:
-    plain, x = Parts(kind), torch.randn(2, 3, 8)
-    with streamed(plain) as (model, _):
+def test_blocks_may_differentiate_inside(kind: type[nn.Module], device: str) -> None:
+    plain, x = Parts(kind).to(device), torch.randn(2, 3, 8).to(device)
+    with streamed(plain, device=device) as (model, _):
         for side in (plain, model):
             for number in range(2):
                 torch.manual_seed(number)
@@ -203,12 +209,12 @@ class Kept(nn.Module):
         return result
 
 
-def test_tensors_held_by_hooks_hold_no_activations_and_no_gradient() -> None:
+def test_tensors_held_by_hooks_hold_no_activations_and_no_gradient(device: str) -> None:
     """What a block computes inside may be looked at; a gradient through it raises, for the block is recomputed."""
-    plain, x = Parts(Kept), torch.randn(2, 3, 8)
+    plain, x = Parts(Kept).to(device), torch.randn(2, 3, 8).to(device)
     held: list[Tensor] = []
     inside: list[weakref.ref[Tensor]] = []
-    with streamed(plain) as (model, _):
+    with streamed(plain, device=device) as (model, _):
         for layer in model.layers:
             layer.up.register_forward_hook(lambda module, args, out: inside.append(weakref.ref(out)))
             layer.down.register_forward_hook(lambda module, args, out: held.append(out))
@@ -224,7 +230,7 @@ def test_tensors_held_by_hooks_hold_no_activations_and_no_gradient() -> None:
 
 
 @BOTH
-def test_a_graph_that_is_dropped_gives_its_activations_back(recompute: bool) -> None:
+def test_a_graph_that_is_dropped_gives_its_activations_back(recompute: bool, device: str) -> None:
     """At once, without a backward and without the cycle collector: results that autograd saved hold no graph."""
     made: list[weakref.ref[Tensor]] = []
 
@@ -238,11 +244,11 @@ def test_a_graph_that_is_dropped_gives_its_activations_back(recompute: bool) -> 
             made.append(weakref.ref(y))
             return torch.tanh(y)
 
-    with streamed(Parts(Saves), recompute=recompute) as (model, _):
+    with streamed(Parts(Saves), recompute=recompute, device=device) as (model, _):
         gc.collect()
         gc.disable()
         try:
-            loss = model(torch.randn(2, 3, 8)).sum()
+            loss = model(torch.randn(2, 3, 8).to(device)).sum()
             del loss
             assert len(made) == 3 and [ref() for ref in made] == [None] * 3
         finally:

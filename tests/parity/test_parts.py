@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import headrace
-from parity.cases import PLACEMENTS, Case
+from parity.cases import PLACEMENTS, Case, mover, tokens_for
 from parity.families import HIDDEN, Residual, build, causal_loss, squares_loss, token_batch, vector_batch
 from parity.reference import Tensors, adamw, check_gradients, error, gradients, sgd
 
@@ -58,15 +57,16 @@ def compare_training(
     plain: nn.Module, model: nn.Module, options: dict[str, Any], make: Any = adamw, steps: int = 3,
     loss: Any = causal_loss, batch: Any = token_batch, clip: float | None = None,
 ) -> headrace.Session:  # fmt: skip
-    """Train both for some steps; gradients and weights must agree. Returns the session, still open."""
+    """Train both where `plain` is; gradients and weights must agree. Returns the session, still open."""
     ours: Any
+    device = next(plain.parameters()).device
     theirs = make([p for p in plain.parameters() if p.requires_grad])
     model, ours = headrace.wrap(
         model, make([p for p in model.parameters() if p.requires_grad]),
-        **{"device": "cpu", "threads": 1, "debug": True, **options, "max_grad_norm": clip},
+        **{"device": device, "threads": 1, "debug": True, **options, "max_grad_norm": clip},
     )  # fmt: skip
     for number in range(steps):
-        data = batch(4, 7, number)
+        data = mover(device)(batch(4, 7, number))
         values = []
         for side in (plain, model):
             torch.manual_seed(number)
@@ -91,17 +91,17 @@ def compare_training(
 @pytest.mark.parametrize(
     "freeze", [freeze_embedding, freeze_norms, last_block_only, head_only, first_block_only, part_of_a_block]
 )
-def test_frozen_parts(freeze: Freeze, placement: tuple[str, str], overlap: bool, tmp_path: Any) -> None:
-    plain, model = build("llama"), build("llama")
+def test_frozen_parts(freeze: Freeze, placement: tuple[str, str], overlap: bool, device: str, tmp_path: Any) -> None:
+    plain, model = build("llama").to(device), build("llama")
     freeze(plain)
     freeze(model)
     case = Case(2, None, True, *placement, overlap, 0.05, "adamw")
     compare_training(plain, model, case.options(tmp_path), clip=0.05).close()
 
 
-def test_frozen_prefix_is_not_run_backward() -> None:
+def test_frozen_prefix_is_not_run_backward(device: str) -> None:
     """With only the last block trained, the earlier blocks run once: no recompute."""
-    plain, model = build("llama"), build("llama")
+    plain, model = build("llama").to(device), build("llama")
     last_block_only(plain)
     last_block_only(model)
     runs = [0] * len(model.model.layers)
@@ -112,9 +112,9 @@ def test_frozen_prefix_is_not_run_backward() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_frozen_tied_embedding(tied: bool) -> None:
+def test_frozen_tied_embedding(tied: bool, device: str) -> None:
     name = "llama-tied" if tied else "llama"
-    plain, model = build(name), build(name)
+    plain, model = build(name).to(device), build(name)
     for side in (plain, model):
         side.get_input_embeddings().weight.requires_grad_(False)
         side.get_output_embeddings().weight.requires_grad_(False)
@@ -141,10 +141,9 @@ def no_momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("make", [many_groups, plain_adam, nesterov, no_momentum])
 @pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
-def test_optimizers(make: Any, placement: tuple[str, str], tmp_path: Any) -> None:
-    compare_training(
-        build("llama-tied"), build("llama-tied"), Case(2, 3, True, *placement).options(tmp_path), make
-    ).close()
+def test_optimizers(make: Any, placement: tuple[str, str], device: str, tmp_path: Any) -> None:
+    options = Case(2, 3, True, *placement).options(tmp_path)
+    compare_training(build("llama-tied").to(device), build("llama-tied"), options, make).close()
 
 
 def warm_up(step: int) -> float:
@@ -153,20 +152,20 @@ def warm_up(step: int) -> float:
 
 @pytest.mark.parametrize("overlap", [True, False], ids=("overlap", "inline"))
 @pytest.mark.parametrize("early", [True, False], ids=("before wrap", "after wrap"))
-def test_schedulers(early: bool, overlap: bool) -> None:
+def test_schedulers(early: bool, overlap: bool, device: str) -> None:
     """A learning rate that changes right after step() reaches the next update, never the one still queued."""
-    plain, model = build("llama"), build("llama")
+    plain, model = build("llama").to(device), build("llama")
     theirs, ours = many_groups(list(plain.parameters())), many_groups(list(model.parameters()))
     schedulers = [LambdaLR(theirs, warm_up)]
     if early:
         schedulers.append(LambdaLR(ours, warm_up))
-    model, ours = headrace.wrap(model, ours, device="cpu", overlap=overlap, threads=1)
+    model, ours = headrace.wrap(model, ours, device=device, overlap=overlap, threads=1)
     if not early:
         schedulers.append(LambdaLR(ours, warm_up))
     with headrace.session(model):
         for number in range(5):
             for side, optimizer, scheduler in zip((plain, model), (theirs, ours), schedulers, strict=True):
-                causal_loss(side, token_batch(3, 6, number)).backward()
+                causal_loss(side, tokens_for(side, 3, 6, number)).backward()
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
@@ -203,11 +202,12 @@ class SharedWeight(nn.Module):
 @pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
 @pytest.mark.parametrize("make", [repeated, SharedWeight])
 def test_shared_blocks(
-    make: Callable[[], nn.Module], placement: tuple[str, str], rows: int | None, recompute: bool, tmp_path: Any
-) -> None:
-    plain = make()
+    make: Callable[[], nn.Module], placement: tuple[str, str], rows: int | None, recompute: bool, device: str,
+    tmp_path: Any,
+) -> None:  # fmt: skip
+    plain, model = make().to(device), make()
     options = Case(2, rows, recompute, *placement).options(tmp_path)
-    compare_training(plain, copy.deepcopy(plain), options, loss=squares_loss, batch=vector_batch, clip=0.05).close()
+    compare_training(plain, model, options, loss=squares_loss, batch=vector_batch, clip=0.05).close()
 
 
 class Skipping(nn.Module):
@@ -230,19 +230,21 @@ class Skipping(nn.Module):
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("overlap", [True, False], ids=("overlap", "inline"))
 @pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
-def test_skipped_layers(placement: tuple[str, str], overlap: bool, clip: float | None, tmp_path: Any) -> None:
+def test_skipped_layers(
+    placement: tuple[str, str], overlap: bool, clip: float | None, device: str, tmp_path: Any
+) -> None:
     """Blocks without a gradient in a step keep weights, moments and counts, as torch's optimizers do."""
     options = Case(2, None, True, *placement, overlap).options(tmp_path)
     session = compare_training(
-        Skipping(), Skipping(), options, loss=squares_loss, batch=vector_batch, steps=5, clip=clip
+        Skipping().to(device), Skipping(), options, loss=squares_loss, batch=vector_batch, steps=5, clip=clip
     )  # fmt: skip
     assert any(event.kind == "on demand" for event in session.events)
     session.close()
 
 
-def test_hooks() -> None:
+def test_hooks(device: str) -> None:
     """Hooks on blocks see and change what they see without Headrace; tensor hooks on weights change gradients."""
-    plain, model = build("llama"), build("llama")
+    plain, model = build("llama").to(device), build("llama")
     seen: dict[str, list[Any]] = {"plain": [], "model": []}
     for label, side in (("plain", plain), ("model", model)):
         log = seen[label]
@@ -264,14 +266,15 @@ def test_hooks() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied"])
-def test_masked_rows_of_an_embedding(name: str) -> None:
+def test_masked_rows_of_an_embedding(name: str, device: str) -> None:
     """A hook that keeps old rows of an embedding frozen sees the whole gradient."""
-    plain, model = build(name), build(name)
+    plain, model = build(name).to(device), build(name)
+    new = (torch.arange(plain.get_input_embeddings().num_embeddings) >= 100)[:, None].to(device)
     for side in (plain, model):
-        side.get_input_embeddings().weight.register_hook(lambda grad: grad * (torch.arange(len(grad)) >= 100)[:, None])
+        side.get_input_embeddings().weight.register_hook(lambda grad: grad * new)
     compare_training(plain, model, {}).close()
 
 
-def test_sgd_groups_are_matched_by_identity() -> None:
+def test_sgd_groups_are_matched_by_identity(device: str) -> None:
     """Groups in another order than the model's parameters."""
-    compare_training(build("gpt2"), build("gpt2"), {}, lambda ps: sgd(list(ps)[::-1])).close()
+    compare_training(build("gpt2").to(device), build("gpt2"), {}, lambda ps: sgd(list(ps)[::-1])).close()

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import headrace
 from headrace.executor import stream
+from parity.cases import mover, tokens_for
 from parity.families import HIDDEN, build, causal_loss, gpt2, squares_loss, token_batch, vector_batch
-from parity.reference import Tensors, check_gradients, gradients, sgd
+from parity.reference import TOLERANCE, Tensors, check_gradients, gradients, sgd
 
 
 class Dropping(nn.Module):
@@ -49,20 +50,30 @@ def named_gradients(model: nn.Module) -> Tensors:
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
+def random_state(device: str) -> Tensor:
+    """Of the generators that a model on `device` draws from."""
+    here = torch.get_rng_state()
+    return here if device == "cpu" else torch.cat([here, torch.cuda.get_rng_state(device)])
+
+
+def tolerance(device: str) -> float:
+    return 1e-6 if device == "cpu" else TOLERANCE
+
+
 @pytest.mark.parametrize("recompute", [True, False], ids=("recompute", "keep"))
 @pytest.mark.parametrize("inputs", ["device", "host"])
 @pytest.mark.parametrize("overlap", [True, False], ids=("overlap", "inline"))
 def test_whole_batches_draw_the_same_masks(
-    recompute: bool, inputs: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
+    recompute: bool, inputs: str, overlap: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GPT-2 with dropout 0.3: equal gradients, and the random state afterwards is plain PyTorch's."""
     monkeypatch.setattr(stream, "SMALLEST_STASH", 1)
-    plain, model = build("gpt2-dropout"), build("gpt2-dropout")
+    plain, model = build("gpt2-dropout").to(device), build("gpt2-dropout")
     placement = {"weights": "host", "state": "host", "inputs": inputs}
     model, optimizer = headrace.wrap(
         model,
         sgd(model.parameters()),
-        device="cpu",
+        device=device,
         placement=placement,
         recompute=recompute,
         overlap=overlap,
@@ -70,25 +81,25 @@ def test_whole_batches_draw_the_same_masks(
     )
     with headrace.session(model):
         for number in range(2):
-            batch, states = token_batch(4, 7, number), []
+            batch, states = mover(device)(token_batch(4, 7, number)), []
             for side in (plain, model):
                 torch.manual_seed(7 + number)
                 causal_loss(side, batch).backward()
-                states.append(torch.get_rng_state())
+                states.append(random_state(device))
             assert torch.equal(states[0], states[1])
-            check_gradients(gradients(model), named_gradients(plain), 1e-6)
+            check_gradients(gradients(model), named_gradients(plain), tolerance(device))
             plain.zero_grad()
             optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("recompute", [True, False], ids=("recompute", "keep"))
-def test_rows_draw_the_masks_of_a_run_split_alike(rows: int, recompute: bool) -> None:
+def test_rows_draw_the_masks_of_a_run_split_alike(rows: int, recompute: bool, device: str) -> None:
     plain = stack()
     model = copy.deepcopy(plain)
-    split = Split(plain, rows)
-    model, _ = headrace.wrap(model, sgd(model.parameters()), device="cpu", rows=rows, recompute=recompute, threads=1)
-    batch = vector_batch(4, 5, 1)
+    split = Split(plain, rows).to(device)
+    model, _ = headrace.wrap(model, sgd(model.parameters()), device=device, rows=rows, recompute=recompute, threads=1)
+    batch = mover(device)(vector_batch(4, 5, 1))
     with headrace.session(model):
         causal: list[float] = []
         for warm in (True, False):  # the first call also tests which dimension holds the rows; that draws nothing
@@ -98,10 +109,10 @@ def test_rows_draw_the_masks_of_a_run_split_alike(rows: int, recompute: bool) ->
                 loss = squares_loss(side, batch)
                 loss.backward()
                 causal.append(loss.item())
-                states.append(torch.get_rng_state())
+                states.append(random_state(device))
             assert torch.equal(states[0], states[1]), warm
             want = {name.removeprefix("stack."): p.grad.clone() for name, p in split.named_parameters()}
-            check_gradients(gradients(model), want, 1e-6)
+            check_gradients(gradients(model), want, tolerance(device))
             split.zero_grad()
             model.zero_grad()
         assert causal[0] == pytest.approx(causal[1], rel=1e-6)
@@ -109,16 +120,16 @@ def test_rows_draw_the_masks_of_a_run_split_alike(rows: int, recompute: bool) ->
         assert not [event for event in session.events if event.kind == "rows"]
 
 
-def test_gpt2_rows_recompute_equals_keeping() -> None:
+def test_gpt2_rows_recompute_equals_keeping(device: str) -> None:
     """A recompute finds the masks of its own forward, slice by slice."""
     found = []
     for recompute in (True, False):
         model = build("gpt2-dropout")
-        model, _ = headrace.wrap(model, sgd(model.parameters()), device="cpu", rows=2, recompute=recompute, threads=1)
+        model, _ = headrace.wrap(model, sgd(model.parameters()), device=device, rows=2, recompute=recompute, threads=1)
         with headrace.session(model):
             torch.manual_seed(1)
-            loss = causal_loss(model, token_batch(5, 7, 2))
-            torch.rand(3)  # whoever draws in between changes nothing
+            loss = causal_loss(model, tokens_for(model, 5, 7, 2))
+            torch.rand(3, device=device)  # whoever draws in between changes nothing
             loss.backward()
             found.append((loss.item(), gradients(model)))
     (loss, kept), (other, recomputed) = found
@@ -126,13 +137,13 @@ def test_gpt2_rows_recompute_equals_keeping() -> None:
     assert [name for name in kept if not torch.equal(kept[name], recomputed[name])] == []
 
 
-def test_micro_batches_in_lockstep_recompute_their_own_masks() -> None:
+def test_micro_batches_in_lockstep_recompute_their_own_masks(device: str) -> None:
     """A window with dropout: no plain run has its order, but recompute and keeping agree."""
     found = []
-    batches = [token_batch(2, 5, 1), token_batch(3, 7, 2)]
+    batches = [mover(device)(token_batch(2, 5, 1)), mover(device)(token_batch(3, 7, 2))]
     for recompute in (True, False):
         model = build("gpt2-dropout")
-        model, _ = headrace.wrap(model, sgd(model.parameters()), device="cpu", recompute=recompute, threads=1)
+        model, _ = headrace.wrap(model, sgd(model.parameters()), device=device, recompute=recompute, threads=1)
         with headrace.session(model):
             torch.manual_seed(4)
             loss = headrace.accumulate(lambda batch, model=model: causal_loss(model, batch, 30), batches)
