@@ -11,12 +11,14 @@ from torch import Tensor
 
 from headrace.base.errors import ParityError, StepError
 from headrace.base.events import EventLog
+from headrace.executor.device_updates import DeviceUpdates
 from headrace.executor.executor import Notes
 from headrace.executor.inputs import InputStore
 from headrace.kernels import ops
 from headrace.optim.ledger import Arrival, Ledger, Verdict
 from headrace.optim.rules import Hyper, Rule
 from headrace.schedule.op import Op
+from headrace.spec.footprint import passes_device
 from headrace.spec.model import REST, Unit
 from headrace.store.regions import Regions, typed
 
@@ -58,13 +60,18 @@ class Actions:
     broken: str | None = None
     """Why the weights can no longer be trusted."""
     guard: Guard | None = None
+    on_device: DeviceUpdates = field(init=False)
 
-    def __call__(self, op: Op, notes: Notes) -> None:
-        handlers: dict[str, Callable[[Op, Notes], None]] = {
+    def __post_init__(self) -> None:
+        self.on_device = DeviceUpdates(self.regions)
+
+    def __call__(self, op: Op, notes: Notes) -> torch.cuda.Event | None:
+        """Run an op. Returns the event of its end when that is not on the current stream."""
+        handlers: dict[str, Callable[[Op, Notes], torch.cuda.Event | None]] = {
             "READ": self._read, "WRITE": self._write, "LOAD": self._load, "SEND": self._send, "FREE": self._free,
             "ADD": self._add, "NORM": self._norm, "UPDATE": self._update,
         }  # fmt: skip
-        handlers[op.verb](op, notes)
+        return handlers[op.verb](op, notes)
 
     def _read(self, op: Op, notes: Notes) -> None:
         unit = self.regions.spec.units[op.unit]
@@ -178,13 +185,14 @@ class Actions:
         if verdict.scale is None:
             self.events.add("skip", f"step {step} was skipped: its gradients are not finite", norm=verdict.norm)
 
-    def _update(self, op: Op, notes: Notes) -> None:
+    def _update(self, op: Op, notes: Notes) -> torch.cuda.Event | None:
         if self.broken:
             raise StepError(
                 self.broken, f"asked to go on with step {notes['step']}", "Call restore(folder) with a checkpoint"
             )
         unit, verdict = self.regions.spec.units[op.unit], notes.get("verdict")
         scale: float | None = 1.0 if verdict is None else verdict.scale
+        end = None
         if verdict is None:
             self._check_early(op.unit, notes["step"])
         if scale is not None:
@@ -200,16 +208,22 @@ class Actions:
                 self._judge(notes["step"], op.unit, grads)
             groups: list[Hyper] = notes["groups"]
             try:
-                self.rule.update(
+                calls = self.rule.calls(
                     unit, weights, state if state is not None else weights[:0], grads, groups,
                     self.ledger.present[op.unit], self.ledger.steps[op.unit], scale,
                 )  # fmt: skip
+                if passes_device(unit, self.regions.placement):
+                    end = self.on_device.run(calls)
+                else:
+                    for call in calls:
+                        call.run()
             except BaseException as error:
                 self.broken = f"the update of {unit.name} failed in step {notes['step']}: {error}"
                 raise
         if verdict is None:
             notes.setdefault("squares", []).append(self.ledger.squares[op.unit].item())
         self.ledger.consume(op.unit, updated=scale is not None)
+        return end
 
     def _adopt(self, unit: Unit, weights: Tensor, state: Tensor | None) -> None:
         """The user may have written into resident weights: what differs from the home becomes the master."""

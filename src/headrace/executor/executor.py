@@ -20,12 +20,12 @@ import torch
 from headrace.base.errors import StepError
 from headrace.executor.completion import Cancelled, Completion
 from headrace.executor.interrupts import uninterrupted
-from headrace.executor.lanes import COPY_LANES, HOST_LANES, Job, ThreadLane, run_job
+from headrace.executor.lanes import COPY_LANES, HOST_LANES, UPDATE_LANES, Job, ThreadLane, run_job
 from headrace.schedule.op import Op, Program
 
 Notes = dict[Any, Any]
 """What the ops of one walk tell each other: the arrival of a gradient by visit, saved inputs, hyper-parameters."""
-Actions = Callable[[Op, Notes], None]
+Actions = Callable[[Op, Notes], "torch.cuda.Event | None"]
 
 
 class Executor:
@@ -62,7 +62,7 @@ class Executor:
             walk.replaced = {t: self._tokens[t] for op in program.ops for t in op.gives if t in self._tokens}
             for op, done in zip(program.ops, walk.done, strict=True):
                 self._tokens.update(dict.fromkeys(op.gives, done))
-                if op.lane == "host" or op.verb == "WRITE":
+                if op.lane in UPDATE_LANES or op.verb == "WRITE":
                     self._unwatched.append(done)
         if program.compute():
             self._walk = weakref.ref(walk)
@@ -161,8 +161,8 @@ class Executor:
             if done.error is not None and not isinstance(done.error, Cancelled):
                 raise done.error
 
-    def run(self, op: Op, notes: Notes) -> None:
-        self._actions(op, notes)
+    def run(self, op: Op, notes: Notes) -> torch.cuda.Event | None:
+        return self._actions(op, notes)
 
     def seconds(self) -> dict[str, float]:
         """Time each lane's thread has spent running ops since the session opened; empty when inline."""

@@ -13,8 +13,9 @@ import torch
 
 from headrace.executor.completion import Completion
 
-HOST_LANES = ("read", "state", "write", "host")
+HOST_LANES = ("read", "state", "write", "host", "device")
 COPY_LANES = ("h2d", "d2h")
+UPDATE_LANES = ("host", "device")
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class Job:
     """One op bound to its action: `run` after `waits`, then `done`."""
 
     name: str
-    run: Callable[[], None]
+    run: Callable[[], torch.cuda.Event | None]
+    """Returns the event of its end where that is on another stream than the lane's."""
     waits: tuple[Completion, ...]
     done: Completion
 
@@ -36,7 +38,7 @@ class ThreadLane:
         self.seconds = 0.0
         """Time spent running jobs, waits for other lanes not counted."""
         self._device = device
-        own = device.type == "cuda" and name in (*COPY_LANES, "host")
+        own = device.type == "cuda" and name in (*COPY_LANES, "host", "device")
         self._stream = torch.cuda.Stream(device) if own else None
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"headrace-{name}", daemon=True)
@@ -80,8 +82,8 @@ def run_job(job: Job, stream: torch.cuda.Stream | None, on_host: bool) -> float:
         for completion in job.waits:
             completion.wait(None if on_host else stream)
         start = time.perf_counter()
-        job.run()
-        job.done.finish(_record(stream))
+        end = job.run()
+        job.done.finish(_record(stream) if end is None else end)
         return time.perf_counter() - start
     except BaseException as error:
         job.done.fail(error)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,6 +58,28 @@ def _dtype(name: str) -> torch.dtype:
 
 
 @dataclass(frozen=True)
+class Call:
+    """One call of an update kernel. It works element by element, so that it may run on parts one after the other."""
+
+    kernel: Callable[..., None]
+    updated: dict[str, Tensor | None]
+    """What it reads and writes, by argument: flat tensors of one length."""
+    grad: Tensor
+    scalars: dict[str, Any]
+
+    @property
+    def numel(self) -> int:
+        return self.grad.numel()
+
+    def run(self) -> None:
+        self.kernel(**self.updated, grad=self.grad, **self.scalars)
+
+    def on(self, updated: dict[str, Tensor | None], grad: Tensor) -> Call:
+        """The same call on other tensors."""
+        return replace(self, updated=updated, grad=grad)
+
+
+@dataclass(frozen=True)
 class Rule:
     """AdamW, Adam or SGD, following torch.optim. `kind` is the lower-case name."""
 
@@ -69,12 +91,13 @@ class Rule:
         names = ("exp_avg", "exp_avg_sq") if self.kind != "sgd" else (("momentum_buffer",) if self.momentum else ())
         return StateSpec(names, moment_dtype)
 
-    def update(
+    def calls(
         self, unit: Unit, weights: Tensor, state: Tensor, grads: Tensor, groups: Sequence[Hyper],
         present: Sequence[bool], steps: Sequence[int], scale: float,
-    ) -> None:  # fmt: skip
-        """Update one unit in place. `weights`, `state`, `grads`: its regions, uint8 (bytes,); `scale`: factor on the
-        gradients (the clipping coefficient); `present` and `steps`: one for each trained entry."""
+    ) -> Iterator[Call]:  # fmt: skip
+        """The kernel calls that update one unit in place. `weights`, `state`, `grads`: its regions, uint8 (bytes,);
+        `scale`: factor on the gradients (the clipping coefficient); `present` and `steps`: one for each trained entry.
+        """
         for run in runs(unit, present, steps):
             entry = unit.trained.entries[run.first]
             weight = flat(weights, unit.trained, run, _dtype(entry.dtype))
@@ -83,26 +106,23 @@ class Rule:
             for name, (offset, layout) in unit.parts.items():
                 if name != "low" or entry.dtype == "bfloat16":
                     parts[name] = flat(state[offset:], layout, run, _dtype(layout.entries[run.first].dtype))
-            self._call(groups[run.group], weight, grad, parts, run.step, scale)
+            yield self._call(groups[run.group], weight, grad, parts, run.step, scale)
 
     def _call(
         self, group: Hyper, weight: Tensor, grad: Tensor, parts: dict[str, Tensor], step: int, scale: float
-    ) -> None:
-        low = parts.get("low")
+    ) -> Call:
+        updated = {"weight": weight, "low": parts.get("low")}
+        shared = {"lr": float(group["lr"]), "weight_decay": group["weight_decay"], "grad_scale": scale,
+                  "maximize": group["maximize"]}  # fmt: skip
         if self.kind == "sgd":
-            ops.sgd_(
-                weight, low, parts.get("momentum_buffer") if group["momentum"] else None, grad,
-                lr=float(group["lr"]), momentum=group["momentum"],
-                dampening=group["dampening"], weight_decay=group["weight_decay"], nesterov=group["nesterov"],
-                first=step == 1, grad_scale=scale, maximize=group["maximize"],
-            )  # fmt: skip
-            return
+            updated["momentum_buffer"] = parts.get("momentum_buffer") if group["momentum"] else None
+            own = {name: group[name] for name in ("momentum", "dampening", "nesterov")}
+            return Call(ops.sgd_, updated, grad, {**shared, **own, "first": step == 1})
         beta1, beta2 = group["betas"]
-        ops.adamw_(
-            weight, low, parts["exp_avg"], parts["exp_avg_sq"], grad, lr=float(group["lr"]), beta1=float(beta1),
-            beta2=float(beta2), eps=group["eps"], weight_decay=group["weight_decay"], step=step, grad_scale=scale,
-            decoupled=bool(group.get("decoupled_weight_decay", self.kind == "adamw")), maximize=group["maximize"],
-        )  # fmt: skip
+        own = {"beta1": float(beta1), "beta2": float(beta2), "eps": group["eps"], "step": step,
+               "decoupled": bool(group.get("decoupled_weight_decay", self.kind == "adamw"))}  # fmt: skip
+        updated |= {name: parts[name] for name in ("exp_avg", "exp_avg_sq")}
+        return Call(ops.adamw_, updated, grad, {**shared, **own})
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule:

@@ -121,7 +121,8 @@ class _Builder:
         refresh = placement.weights[unit] == DEVICE and home != DEVICE
         ends = [f"updated:u{unit}"] + ([f"home:u{unit}"] if home != DISK and not refresh else [])
         ends += [f"free:{ring}"] if ring is not None else []
-        self.add("UPDATE", "state", unit, place if ring is None else f"{ring}>{place}", "host", needs, ends)
+        where = place if ring is None else f"{ring}>{place}"
+        self.add("UPDATE", "state", unit, where, placement.updated_on(unit), needs, ends)
         if staged:
             ends = [f"unstaged:{place}", f"state:u{unit}"] + ([f"home:u{unit}"] if home == DISK else [])
             self.add("WRITE", "state", unit, place, "write", [f"updated:u{unit}"], ends)

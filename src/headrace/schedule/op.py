@@ -12,8 +12,8 @@ import re
 from dataclasses import dataclass
 
 VERBS = ("READ", "WRITE", "LOAD", "SEND", "FREE", "FORWARD", "BACKWARD", "ADD", "NORM", "UPDATE")
-LANES = ("read", "state", "write", "h2d", "d2h", "compute", "host")
-"""In-order queues. `read` brings weights from disk and `state` the optimizer's state, so that the weights of the next
+LANES = ("read", "state", "write", "h2d", "d2h", "compute", "host", "device")
+"""In-order queues. `host` and `device` update weights, each where its name says. `read` brings weights from disk and `state` the optimizer's state, so that the weights of the next
 forward do not queue behind the state of every block."""
 
 

@@ -46,6 +46,10 @@ class Options:
     """Format of the optimizer's moments: "float32" or "bfloat16"."""
     overlap: bool = True
     """Copies, disk and updates run beside the compute. False: one after the other, with equal results."""
+    update: str = "auto"
+    """Where weights are updated whose optimizer state is in RAM: on the "host", on the "device" (the state passes it in
+    pieces), or "both", each some blocks at the same time. "auto": both on a GPU with memory for the pieces, else the
+    host. The results are equal bit for bit."""
     threads: int | None = None
     """Threads of the host update, at most the CPUs this process may use. Default: these, less two when a GPU is
     driven."""
@@ -83,6 +87,7 @@ _FLAGS = ("recompute", "overlap", "verbose", "check_memory", "compile", "debug")
 _POSITIVE = ("rows", "accumulation", "threads", "guard_every")
 _CHOICES: dict[str, Sequence[Any]] = {
     "moments": ("float32", "bfloat16"), "on_nonfinite": ("skip", "stop"), "autocast": (None, "bfloat16"),
+    "update": ("auto", "host", "device", "both"),
 }  # fmt: skip
 
 

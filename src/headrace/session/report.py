@@ -28,6 +28,9 @@ def memory_report(session: Session) -> dict[str, Any]:
             "allocated": disk.nbytes if disk else 0, "read": disk.bytes_read if disk else 0,
             "written": disk.bytes_written if disk else 0,
         },
-        "link": {"to_device": stream.actions.traffic.to_device, "to_host": stream.actions.traffic.to_host},
+        "link": {
+            "to_device": stream.actions.traffic.to_device + stream.actions.on_device.to_device,
+            "to_host": stream.actions.traffic.to_host + stream.actions.on_device.to_host,
+        },
         "events": [str(event) for event in session.events],
     }  # fmt: skip

@@ -31,6 +31,7 @@ from headrace.optim.rules import Rule, rule_of
 from headrace.plan.place import Budgets, choose
 from headrace.plan.summary import summary
 from headrace.schedule import build
+from headrace.plan.updates import place_updates
 from headrace.schedule.build import ROWS, Visit
 from headrace.session import options as option_room
 from headrace.session.adapters import tell_trained
@@ -71,6 +72,7 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **giv
       moments="float32"      format of the optimizer's moments; "bfloat16" halves them
       overlap=True           copies, disk and updates run beside the compute; False: one after the other
       threads=None           threads of the update on the host; the CPUs that this process may use
+      update="auto"          where weights are updated whose state is in RAM: "host", "device" or "both" at a time
       on_nonfinite="skip"    an infinite or NaN gradient: "skip" the step, or "stop" with an error
       lr=None                learning rate of the AdamW made here; 1e-5, which an event tells
       seed=None              torch.manual_seed at the start, for what the training draws
@@ -224,6 +226,8 @@ def _place(anatomy: Anatomy, options: Options, budgets: Budgets, device: torch.d
     return placement
 
 
+    placement, updates = place_updates(anatomy.spec, placement, budgets, options.update)
+    events.add("updates", updates)
 def _budgets(options: Options, device: torch.device) -> Budgets:
     if options.device_memory is not None:
         device_bytes: int | None = parse_bytes(options.device_memory, "device_memory")

@@ -37,6 +37,25 @@ def ring_bytes(spec: ModelSpec, placement: Placement) -> int:
     return max((unit.grads.nbytes for unit in passing), default=0)
 
 
+def piece_bytes(spec: ModelSpec, placement: Placement) -> int:
+    """One place on the device that units pass for their update: each tensor's part of it begins at 256 bytes."""
+    passing = [u for u in spec.units if passes_device(u, placement)]
+    element = max((_element_bytes(unit) for unit in passing), default=0)
+    return placement.piece * element + 256 * (2 + max((len(unit.parts) for unit in passing), default=0))
+
+
+def passes_device(unit: Unit, placement: Placement) -> bool:
+    """Its update runs on the device while its state lives in host memory."""
+    index = unit.index
+    return bool(unit.trained.entries) and placement.state[index] == HOST and placement.updated_on(index) == DEVICE
+
+
+def _element_bytes(unit: Unit) -> int:
+    """What the update of one element reads: weight, gradient and state."""
+    layouts = [unit.trained, unit.grads, *(layout for _, layout in unit.parts.values())]
+    return max(sum(itemsize(layout.entries[i].dtype) for layout in layouts) for i in range(len(unit.trained.entries)))
+
+
 @dataclass(frozen=True)
 class GuardBytes:
     """What the check of blocks' gradients needs: places for the largest block."""
@@ -111,6 +130,8 @@ def footprint(spec: ModelSpec, placement: Placement) -> Footprint:
     send = round_up(max((unit.trained_bytes for unit in sending), default=0))
     device["grads"] += send * placement.grad_slots
     device["grads"] += round_up(max((total_bytes(unit) for unit in sending if needs_total(unit)), default=0))
+    if any(passes_device(unit, placement) for unit in units):
+        device["state"] += placement.pieces * round_up(piece_bytes(spec, placement))
     if placement.staged and any(placement.home(unit.index) == DISK for unit in streaming):
         host["stages"] += slot * placement.slots
     host["grads"] += placement.ring * round_up(ring_bytes(spec, placement))

@@ -23,6 +23,12 @@ class Placement:
     grad_slots: int = 2
     update_slots: int = 3
     input_slots: int = 3
+    updates: tuple[str, ...] = ()
+    """Where units are updated whose state is in host memory, by unit index: "host", or "device", which their weights,
+    gradients and state pass in pieces. Empty: all on the host."""
+    piece: int = 0
+    """Elements of a unit that are on the device at a time for an update there; `pieces` of them pass at once."""
+    pieces: int = 3
     ring: int = 0
     """Host places that the gradients of blocks pass through, when every block is updated at once. 0: each has one."""
     guarded: bool = False
@@ -33,6 +39,12 @@ class Placement:
         if self.weights[unit] == DEVICE:
             return self.state[unit] if self.state[unit] == DEVICE else HOST
         return self.weights[unit]
+
+    def updated_on(self, unit: int) -> str:
+        """The tier that computes a unit's update: "device" or "host"."""
+        if self.state[unit] == DEVICE:
+            return DEVICE
+        return self.updates[unit] if self.updates else HOST
 
     def streams(self, unit: int) -> bool:
         return self.weights[unit] != DEVICE

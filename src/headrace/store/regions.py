@@ -20,6 +20,8 @@ from headrace.spec.footprint import (
     footprint,
     guard_bytes,
     needs_total,
+    passes_device,
+    piece_bytes,
     ring_bytes,
     round_up,
     stage_bytes,
@@ -64,7 +66,7 @@ class Regions:
         self._extents: dict[tuple[int, str], int] = {}
         self._extra: list[HostArena] = []
         self.places: dict[str, Tensor] = {}
-        """Slots s0.., host stages h0.., gradient slots g0.., arrival stages a0.., update stages u0.., the fp32 buffer
+        """Slots s0.., host stages h0.., gradient slots g0.., places of updates on the device d0.., arrival stages a0.., update stages u0.., the fp32 buffer
         `total`, the rest's gradients on the device `r`, its weights as the device has them `rest`; and for the check of
         one block `check weights`, `check grads`, and `check stage` for what comes from the disk."""
         device_parts: list[tuple[Callable[[Tensor], None], int]] = []
@@ -116,10 +118,12 @@ class Regions:
         stage = max((stage_bytes(unit, placement) for unit in spec.units), default=0)
         staged = placement.staged and any(placement.home(unit.index) == DISK for unit in streaming)
         guard = guard_bytes(spec, placement)
+        passing = any(passes_device(unit, placement) for unit in spec.units)
         for kind, nbytes, count, parts in (
             ("s", slot, placement.slots, device_parts),
             ("g", send, placement.grad_slots, device_parts),
             ("total", total, 1, device_parts),
+            ("d", piece_bytes(spec, placement) if passing else 0, placement.pieces if passing else 0, device_parts),
             ("h", slot if staged else 0, placement.slots, host_parts),
             ("a", send, placement.grad_slots, host_parts),
             ("q", ring_bytes(spec, placement), placement.ring, host_parts),

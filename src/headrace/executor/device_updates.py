@@ -1,0 +1,99 @@
+"""Updates on the device of units whose state lives in host memory: it passes in pieces, up, through the kernel, down.
+
+The host's own update is bound by what its cores can stream; copies engines move part of the state past them, and the
+kernel's time on the device hardly counts. The bits are the same on both sides, since the kernels' are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from headrace.optim.rules import Call
+from headrace.spec.footprint import round_up
+from headrace.store.regions import Regions
+
+ALIGNMENT = 256
+
+
+class DeviceUpdates:
+    """Places on the device that pieces of units pass, and the streams that move them. One thread uses it."""
+
+    def __init__(self, regions: Regions) -> None:
+        self._regions = regions
+        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream, torch.cuda.Stream] | None = None
+        self._free: list[torch.cuda.Event | None] = [None] * regions.placement.pieces
+        self._turn = 0
+        self.to_device = 0
+        """Bytes that went up since the session opened."""
+        self.to_host = 0
+
+    def run(self, calls: Iterable[Call]) -> torch.cuda.Event | None:
+        """Update in place. Returns the event of the end; None where nothing runs on streams."""
+        end = None
+        for call in calls:
+            for start in range(0, call.numel, self._regions.placement.piece):
+                end = self._piece(call, start, min(start + self._regions.placement.piece, call.numel))
+        return end
+
+    def _piece(self, call: Call, start: int, stop: int) -> torch.cuda.Event | None:
+        up, kernel, down = self._open()
+        number = self._turn
+        self._turn = (number + 1) % len(self._free)
+        home = {name: None if t is None else t[start:stop] for name, t in call.updated.items()}
+        there = self._views(f"d{number}", {**home, "grad": call.grad[start:stop]})
+        grad = there.pop("grad")
+        assert grad is not None
+        _wait(up, self._free[number])
+        with torch.cuda.stream(up):
+            self.to_device += _copy(there, home) + _copy({"": grad}, {"": call.grad[start:stop]})
+        _wait(kernel, _mark(up))
+        with torch.cuda.stream(kernel):
+            call.on(there, grad).run()
+        _wait(down, _mark(kernel))
+        with torch.cuda.stream(down):
+            self.to_host += _copy(home, there)
+        self._free[number] = _mark(down)
+        return self._free[number]
+
+    def _open(self) -> tuple[torch.cuda.Stream | None, torch.cuda.Stream | None, torch.cuda.Stream | None]:
+        device = self._regions.device
+        if device.type != "cuda":
+            return None, None, None
+        if self._streams is None:
+            self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device), torch.cuda.Stream(device))
+        return self._streams
+
+    def _views(self, place: str, like: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """Tensors on the device with the shapes and dtypes of these, side by side in a place."""
+        views: dict[str, Tensor | None] = {}
+        offset = 0
+        for name, tensor in like.items():
+            if tensor is None:
+                views[name] = None
+                continue
+            views[name] = self._regions.places[place][offset : offset + tensor.nbytes].view(tensor.dtype)
+            offset += round_up(tensor.nbytes, ALIGNMENT)
+        return views
+
+
+def _copy(targets: dict[str, Tensor | None], sources: dict[str, Tensor | None]) -> int:
+    """Fill each target from its source. Returns the bytes."""
+    nbytes = 0
+    for name, target in targets.items():
+        source = sources[name]
+        if target is not None and source is not None:
+            target.copy_(source, non_blocking=True)
+            nbytes += target.nbytes
+    return nbytes
+
+
+def _mark(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+    return None if stream is None else stream.record_event()
+
+
+def _wait(stream: torch.cuda.Stream | None, event: torch.cuda.Event | None) -> None:
+    if stream is not None and event is not None:
+        stream.wait_event(event)
