@@ -30,8 +30,8 @@ from headrace.optim.ledger import Ledger
 from headrace.optim.rules import Rule, rule_of
 from headrace.plan.place import Budgets, choose
 from headrace.plan.summary import summary
-from headrace.schedule import build
 from headrace.plan.updates import place_updates
+from headrace.schedule import build
 from headrace.schedule.build import ROWS, Visit
 from headrace.session import options as option_room
 from headrace.session.adapters import tell_trained
@@ -220,14 +220,14 @@ def _place(anatomy: Anatomy, options: Options, budgets: Budgets, device: torch.d
                      ring=RING if options.updates_at_once else 0,
                      guarded=options.guard_every is not None)  # fmt: skip
     placement, why = choose(anatomy.spec, budgets, base, choice)
+    placement, updates = place_updates(anatomy.spec, placement, budgets, options.update)
+    events.add("updates", updates)
     events.add("placement", summary(anatomy.spec, placement), why=why,
                device_memory="no limit" if budgets.device is None else format_bytes(budgets.device),
                host_memory=format_bytes(budgets.host))  # fmt: skip
     return placement
 
 
-    placement, updates = place_updates(anatomy.spec, placement, budgets, options.update)
-    events.add("updates", updates)
 def _budgets(options: Options, device: torch.device) -> Budgets:
     if options.device_memory is not None:
         device_bytes: int | None = parse_bytes(options.device_memory, "device_memory")
