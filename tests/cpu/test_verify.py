@@ -278,5 +278,6 @@ def test_more_device_memory_than_allowed() -> None:
 
 def test_the_memory_of_the_resident_steps() -> None:
     """Weights, gradients, moments, and fp32 masters with their gradients beside 16-bit weights."""
-    assert resident_bytes(10, torch.float32, 3) == (160, 10 * (4 * 3 + 16))
-    assert resident_bytes(10, torch.bfloat16, 2) == (200, 10 * (2 * 2 + 16))
+    cpu = torch.device("cpu")
+    assert resident_bytes(10, torch.float32, 3, cpu) == (160, 10 * (4 * 3 + 16))
+    assert resident_bytes(10, torch.bfloat16, 2, cpu) == (200, 10 * (2 * 2 + 16))

@@ -7,7 +7,6 @@ ends are one parameter, and the saved configuration says what the file holds.
 
 from __future__ import annotations
 
-import copy
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from headrace.base.errors import ModelError
 from headrace.files.atomic import write_file
 from headrace.files.safetensors import ShardWriter, TensorSpec
 from headrace.model.conversion import revert, saved_groups
+from headrace.model.widened import own_config, own_dtype
 
 
 def save_pretrained(
@@ -33,7 +33,7 @@ def save_pretrained(
 ) -> None:
     """Write `model` to `folder` so that plain transformers loads it.
 
-    `read(name)` gives the present value of the parameter called `name` (its shape and dtype); buffers are taken from
+    `read(name)` gives the present value of the parameter called `name` (in its shape); buffers are taken from
     the model. Tensors go to temporary files that replace those of an earlier save at the very end; other files in
     `folder` stay. Raises StoreError when the disk is full or not writable, ModelError for a model that cannot be saved
     this way.
@@ -110,8 +110,7 @@ def _configured_ties(model: nn.Module) -> Iterator[None]:
 
 def _config_files(model: Any, tied: bool | None) -> dict[str, bytes]:
     """The content of the small files beside the weights, by name."""
-    config = copy.deepcopy(model.config)
-    config.dtype = str(model.dtype).removeprefix("torch.")
+    config = own_config(model)
     config.architectures = [type(model).__name__]
     if tied is not None:
         for part in {id(part): part for part in (config, config.get_text_config())}.values():
@@ -129,7 +128,7 @@ def _config_files(model: Any, tied: bool | None) -> dict[str, bytes]:
 
 
 def _plan_groups(model: nn.Module, stored: Mapping[str, Tensor]) -> list[_Group]:
-    meta = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in stored.items()}
+    meta = {name: torch.empty(tensor.shape, dtype=own_dtype(tensor), device="meta") for name, tensor in stored.items()}
     whole = revert(model, meta)
     renamed = {id(tensor): name for name, tensor in whole.items()}
     groups = []
@@ -163,7 +162,7 @@ def _write_group(
                 f"got {list(value.shape)} on {value.device}, expected {list(tensor.shape)}",
                 "Call headrace.unwrap(model) and save it with transformers",
             )
-        values[name] = value.detach()
+        values[name] = value.detach().to(own_dtype(tensor))
     results = dict(zip(group.saved, values.values(), strict=True)) if group.renamed else revert(model, values)
     for name in group.saved:
         writer.add(name, results.pop(name))

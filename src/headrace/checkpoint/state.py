@@ -30,6 +30,7 @@ from headrace.files.atomic import replacing_folder, sweep_temporary
 from headrace.files.checksum import checksum
 from headrace.files.safetensors import ShardWriter, TensorReader, TensorSpec
 from headrace.model.units import Anatomy
+from headrace.model.widened import own_dtype
 from headrace.optim.rules import Rule
 
 SHARD_BYTES = 5_000_000_000
@@ -157,7 +158,7 @@ def _describe(session: Run, tensors: dict[str, TensorRecord], files: Sequence[st
         parameter = session.anatomy.parameters[name]
         stored = tuple((part, _name(dtype)) for part, dtype in session.stores.parts(name).items())
         parameters[name] = ParameterRecord(
-            tuple(parameter.shape), _name(parameter.dtype), stored, group,
+            tuple(parameter.shape), _name(own_dtype(parameter)), stored, group,
             session.stores.read_steps(name) if values else 0,
             session.stores.weight_checksum(name) if values and group < 0 else "",
         )  # fmt: skip

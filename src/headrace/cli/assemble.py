@@ -25,6 +25,7 @@ from headrace.data.isolation import packed_call, refuse_unless_apart, refuse_wit
 from headrace.data.prepare import Shape, prepare
 from headrace.data.sampler import Sampler
 from headrace.data.table import TokenTable
+from headrace.model.widened import own_dtype
 from headrace.session.wrap import session, wrap
 
 DEFAULT_LENGTH = 1024
@@ -140,7 +141,7 @@ def _streamed(config: RunConfig, model: Any) -> tuple[Any, Any]:
 def model_fingerprint(model: nn.Module) -> str:
     """A hash of what a checkpoint must fit: the class, and name, shape and type of every parameter."""
     lines = [type(model).__name__]
-    lines += [f"{name} {tuple(parameter.shape)} {parameter.dtype}" for name, parameter in model.named_parameters()]
+    lines += [f"{name} {tuple(p.shape)} {own_dtype(p)}" for name, p in model.named_parameters()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

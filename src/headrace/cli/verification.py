@@ -158,7 +158,7 @@ def _layers(request: Request, config_only: bool) -> dict[str, Any]:
 
 def _require_memory(request: Request, model: nn.Module, numbers: int, device: torch.device) -> None:
     """Refuse a resident model that does not fit, and say how many of its layers do."""
-    compute, beside = resident_bytes(numbers, getattr(torch, request.dtype), request.steps)
+    compute, beside = resident_bytes(numbers, getattr(torch, request.dtype), request.steps, device)
     host = limits.host_memory().available * ROOM
     needs = {"RAM": (compute + beside, host)}
     if device.type == "cuda":

@@ -115,7 +115,7 @@ class Actions:
         unit = self.regions.spec.units[op.unit]
         source, target = op.place.split(">")
         arrival: Arrival = notes[op.visit if op.visit >= 0 else ("rest", op.unit)]
-        nbytes = unit.grads.nbytes if source == "r" else unit.trained_bytes
+        nbytes = unit.grads.nbytes if source == "r" else unit.sent.nbytes
         if target == "-" or target.startswith("q"):
             home = self.regions.home(op.unit, "grads") if target == "-" else self.regions.places[target]
             assert home is not None
@@ -151,7 +151,7 @@ class Actions:
         assert home is not None
         first = self.ledger.arrive(op.unit, arrival.present)
         stage = self.regions.places[op.place]
-        self.ledger.note_square(op.unit, add_region(unit, home, stage[: unit.trained_bytes], first))
+        self.ledger.note_square(op.unit, add_region(unit, home, stage[: unit.sent.nbytes], first))
 
     def _add_rows(self, matrix_index: int, index: Tensor, rows: Tensor) -> None:
         """Add the gradient of an embedding's rows: index (U,) sorted unique int64, rows (U, H) fp32."""
@@ -257,7 +257,7 @@ class Actions:
 def add_region(unit: Unit, home: Tensor, term: Tensor, first: bool) -> float:
     """home (fp32 gradients) += term (gradients as sent), or = term when `first`. Returns the sum of squares."""
     total = 0.0
-    for target, source in zip(typed(home, unit.grads), typed(term, unit.trained), strict=True):
+    for target, source in zip(typed(home, unit.grads), typed(term, unit.sent), strict=True):
         total += float(ops.accumulate_squares_(target.reshape(-1), source.reshape(-1), overwrite=first))
     return total
 

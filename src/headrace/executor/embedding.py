@@ -50,7 +50,7 @@ def embed(stream: Stream, taken: TakenEmbedding, ids: Sequence[Tensor]) -> list[
     with stream.forward(taken.matrix, ROWS, training, trained):
         rows.number, rows.pass_ = stream.number, stream.current
         rows.pass_.anchors.append(anchor)
-        weight = gather(stream.regions, taken.matrix, rows.index)
+        weight = gather(stream.regions, taken.matrix, rows.index).to(taken.weight.dtype)
     return list(_Embed.apply(stream, taken, rows, weight, anchor.tensor))  # type: ignore[no-untyped-call]
 
 
@@ -180,11 +180,9 @@ class _Embed(torch.autograd.Function):
             plain = type(taken.module).forward is nn.Embedding.forward
             matrix = stream.spec.matrices[taken.matrix]
             if plain:  # its gradient does not depend on the weight's values
-                weight = torch.empty(
-                    rows.index.numel(), matrix.columns, dtype=DTYPES[matrix.dtype], device=stream.device
-                )
+                weight = torch.empty(rows.index.numel(), matrix.columns, dtype=taken.weight.dtype, device=stream.device)
             else:
-                weight = gather(stream.regions, taken.matrix, rows.index)
+                weight = gather(stream.regions, taken.matrix, rows.index).to(taken.weight.dtype)
             total = torch.zeros(weight.shape, dtype=torch.float32, device=stream.device)
             with stream.sink.into(taken.weight, total):
                 for positions, grad in zip(rows.positions, grads, strict=True):

@@ -168,7 +168,7 @@ class _Goal:
             self._layout = unit.trained.recast(lambda entry: "float32")
             self._out = regions.places[place]
         else:
-            self._region, self._layout = regions.places[place], unit.trained
+            self._region, self._layout = regions.places[place], unit.sent
         self.views = typed(self._region, self._layout)
 
     def close(self, present: list[bool]) -> Arrival:
@@ -182,12 +182,12 @@ class _Goal:
                 self._ledger.note_square(self._unit.index, None)
             return Arrival(present)
         squares = []
-        for first, last in _segments(self._unit.trained):
+        for first, last in _segments(self._unit.sent):
             source = _flat(self._region, self._layout, first, last)
             if self._out is None:
                 squares.append(ops.sum_squares(source))
             else:
-                squares.append(ops.round_squares_(_flat(self._out, self._unit.trained, first, last), source))
+                squares.append(ops.round_squares_(_flat(self._out, self._unit.sent, first, last), source))
         total = squares[0]
         for square in squares[1:]:
             total = total + square

@@ -111,12 +111,14 @@ class Trial:
 def _loss_bytes(spec: ModelSpec, hidden: int) -> int:
     """Working memory of a tile of the head by a chunk of the tokens, given the bytes of all hidden states."""
     heads = [(spec.units[tile], matrix) for matrix in spec.matrices for tile in matrix.tiles]
-    most = 0
+    most, widened = 0, 0
     for tile, matrix in heads:
-        tokens = hidden // matrix.row_bytes + 1
+        wide = tile.wide_compute and tile.weights != tile.wide_weights
+        tokens = hidden // (matrix.columns * 4 if wide else matrix.row_bytes) + 1
         most = max(most, tile.parameters // matrix.columns * tokens)
+        widened = max(widened, tile.wide_weights.nbytes if wide else 0)
     # The gradient of the hidden states adds up in fp32.
-    return min(most if heads else LOGITS_AT_ONCE, LOGITS_AT_ONCE) * LOGIT_BYTES + 2 * hidden
+    return min(most if heads else LOGITS_AT_ONCE, LOGITS_AT_ONCE) * LOGIT_BYTES + 2 * hidden + widened
 
 
 def _peak(device: torch.device, run: Callable[[], object]) -> int:

@@ -14,9 +14,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.files.space import free_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 PROC, SYS = Path("/proc"), Path("/sys")
 _V1_LIMITS: tuple[str, ...] = ("memory.limit_in_bytes",)
@@ -102,6 +105,16 @@ def device_memory(index: int = 0) -> DeviceMemory:
 
     free, total = torch.cuda.mem_get_info(index)
     return DeviceMemory(total, free)
+
+
+def computes_bf16(device: torch.device) -> bool:
+    """Whether `device` has bf16 arithmetic of its own. CPUs have it, if only slowly."""
+    import torch
+
+    if device.type != "cuda":
+        return True
+    with torch.cuda.device(device):
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def _machine_memory(proc: Path) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from headrace.base.errors import OptionError
+from headrace.hardware import limits
 from headrace.session import options as option_room
 from headrace.session.session import Session
 
@@ -62,7 +63,7 @@ def set_up(args: Any, model: nn.Module | None, given: Mapping[str, Any], own_opt
         )
     notes = list(_notes(args))
     autocast = args.mixed_precision == "bf16"
-    if autocast and not computes_bf16(args.device):
+    if autocast and not limits.computes_bf16(args.device):
         autocast = False
         text = f"{args.device} does not compute in bf16: linear weights are stored in bf16, and compute in fp32"
         notes.append(("precision", text))
@@ -101,11 +102,6 @@ def differences(session: Session, args: Any) -> Iterator[str]:
             yield f"wrap was told {name}={opened!r}, TrainingArguments({DECIDED[name]}=...) say {value!r}"
     if str(session.device) != str(args.device):
         yield f"the session computes on {session.device}, the Trainer on {args.device}"
-
-
-def computes_bf16(device: torch.device) -> bool:
-    """Whether `device` has bf16 arithmetic of its own. CPUs have it, if only slowly."""
-    return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def refused(args: Any, given: Mapping[str, Any]) -> Iterator[str]:
@@ -185,8 +181,6 @@ def _refused_model(args: Any, model: nn.Module) -> Iterator[str]:
         yield "the model is in float16, which cannot be trained without a loss scaler: load it in bfloat16 or float32"
     if args.bf16_full_eval and dtypes != {torch.bfloat16}:
         yield "bf16_full_eval=True would round the weights that are trained: use bf16=True, or load the model in bf16"
-    if torch.bfloat16 in dtypes and not computes_bf16(args.device):
-        yield f"{args.device} does not compute in bf16: load the model in float32, and bf16=True stores it in bf16"
 
 
 def checkpointing(args: Any) -> bool:

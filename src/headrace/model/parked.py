@@ -276,10 +276,11 @@ def placeholder(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tens
     return torch.full((1,), fill, dtype=dtype).expand(shape)
 
 
-def park(parameter: nn.Parameter, home: Home, name: str | None = None) -> None:
-    """Give the parameter's memory up; from now on its value is what `home` says."""
+def park(parameter: nn.Parameter, home: Home, name: str | None = None, dtype: torch.dtype | None = None) -> None:
+    """Give the parameter's memory up; from now on its value is what `home` says, and its dtype `dtype` (its own)."""
     unpark(parameter)
-    parameter.data = parameter._headrace_placeholder = placeholder(parameter.shape, parameter.dtype)  # type: ignore[attr-defined]
+    stand_in = placeholder(parameter.shape, parameter.dtype if dtype is None else dtype)
+    parameter.data = parameter._headrace_placeholder = stand_in  # type: ignore[attr-defined]
     parameter._headrace_class = type(parameter)  # type: ignore[attr-defined]
     parameter._headrace_home = home  # type: ignore[attr-defined]
     if name is not None:

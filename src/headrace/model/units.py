@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -54,12 +54,13 @@ class Anatomy:
 
 def divide(
     model: nn.Module, stacks: Sequence[Stack], groups: Mapping[int, int], state: StateSpec,
-    narrow: frozenset[int], events: EventLog,
+    narrow: frozenset[int], events: EventLog, wide: bool = False,
 ) -> Anatomy:  # fmt: skip
     """Assign every parameter to one unit.
 
     `groups`: optimizer group by id of parameter; parameters outside it are not trained. `narrow`: ids of fp32
-    parameters that stream as bf16 (autocast).
+    parameters that stream as bf16 (autocast). `wide`: the device does not compute in bf16, so that units compute in
+    fp32; what streams is stored as it is nevertheless.
     """
     _check_dtypes(dict(model.named_parameters()), groups)
     names = {id(p): name for name, p in model.named_parameters()}
@@ -74,6 +75,11 @@ def divide(
         dtype = "bfloat16" if id(p) in narrow else str(p.dtype).removeprefix("torch.")
         return Entry(names[id(p)], shape, dtype, id(p) in groups, groups.get(id(p), -1), first_row)
 
+    def resident(p: nn.Parameter) -> Entry:
+        """It is used as it lies on the device."""
+        own = str(p.dtype).removeprefix("torch.")
+        return replace(entry(p), dtype="float32" if wide and own == "bfloat16" else own)
+
     anatomy = Anatomy(ModelSpec(()), parameters=parameters)
     units: list[Unit] = []
     matrices: list[Matrix] = []
@@ -87,7 +93,7 @@ def divide(
             size = min(rows, p.shape[0] - start)
             tiles.append(len(units))
             name = names[id(p)] if len(starts) == 1 else f"{names[id(p)]}[{start}:{start + size}]"
-            units.append(Unit(len(units), name, TILE, place([entry(p, start, size)]), state))
+            units.append(Unit(len(units), name, TILE, place([entry(p, start, size)]), state, wide_compute=wide))
         matrices.append(Matrix(names[id(p)], p.shape[0], p.shape[1], entry(p).dtype, tuple(tiles)))
         anatomy.matrix_weights[len(matrices) - 1] = p
         return len(matrices) - 1
@@ -108,7 +114,7 @@ def divide(
             (own if owners[id(p)] == {id(block)} else shared).append(p)
         index = unit_of[id(block)] = len(units)
         layout = place([entry(p) for p in own])
-        units.append(Unit(index, block_names[id(block)], BLOCK, layout, state, counts[id(block)] > 1))
+        units.append(Unit(index, block_names[id(block)], BLOCK, layout, state, counts[id(block)] > 1, wide))
         anatomy.blocks[index], anatomy.shared[index] = block, shared
         taken.update(id(p) for p in own)
         if shared:
@@ -121,7 +127,8 @@ def divide(
         anatomy.heads.append((known[id(head.weight)], head))
     rest = [p for p in parameters.values() if id(p) not in taken and id(p) not in known]
     if rest:
-        units.append(Unit(len(units), "rest", REST, place([entry(p) for p in rest]), state, wide_grads=True))
+        layout = place(map(resident, rest))
+        units.append(Unit(len(units), "rest", REST, layout, state, wide_grads=True, wide_compute=wide))
     anatomy.spec = ModelSpec(tuple(units), tuple(matrices))
     return anatomy
 

@@ -16,6 +16,7 @@ from headrace.base.events import EventLog
 from headrace.base.units import parse_bytes
 from headrace.checkpoint.export import save_pretrained as export
 from headrace.model.parked import WeightValue
+from headrace.model.widened import own_dtype
 from headrace.session.guard import attach
 
 MERGING = ("merge_and_unload", "merge_adapter")
@@ -139,4 +140,4 @@ def _values(model: Any, adapters: list[str], save_embedding_layers: Any) -> dict
 
 def _read(tensor: Tensor) -> Tensor:
     value = tensor.detach()
-    return value.plain() if isinstance(value, WeightValue) else value
+    return (value.plain() if isinstance(value, WeightValue) else value).to(own_dtype(tensor))

@@ -13,6 +13,7 @@ from torch import nn
 
 from headrace.model.parked import is_parked, park, unpark
 from headrace.model.units import Anatomy
+from headrace.model.widened import NARROW, WIDE, forget, own_dtype, remember
 from headrace.session.values import StoreHome, Values
 from headrace.spec.model import REST
 from headrace.spec.placement import DEVICE
@@ -45,7 +46,9 @@ def fill(
     except BaseException:
         give_back(anatomy, values, moved)
         for name, (home, label) in in_files.items():
-            park(anatomy.parameters[name], home, label)
+            parameter = anatomy.parameters[name]
+            park(parameter, home, label, own_dtype(parameter))
+            forget(parameter)
         raise
     undo.append(values.close)
     if source is not None:
@@ -58,10 +61,11 @@ def fill(
 def give_back(anatomy: Anatomy, values: Values, names: Iterable[str] | None = None) -> None:
     """Give parameters (all, or those called `names`) memory of their own, on the CPU, as ordinary tensors."""
     for name in anatomy.parameters if names is None else names:
-        value = values.read_weight(name)
+        value = values.read_own(name)
         parameter = anatomy.parameters[name]
         unpark(parameter)
         parameter.data = value
+        forget(parameter)
 
 
 def _clear(regions: Regions) -> None:
@@ -96,11 +100,15 @@ def _hand_over(
     name: str, parameter: nn.Parameter, regions: Regions, values: Values, written: Callable[[], None]
 ) -> None:
     unit, index, _ = values.pieces(name)[0]
+    dtype = parameter.dtype
+    if unit.wide_compute and dtype == NARROW:
+        remember(parameter)
+        dtype = WIDE
     if unit.kind == REST:
         unpark(parameter)
         parameter.data = typed(regions.resident(unit.index), unit.weights)[index]
     else:
-        park(parameter, StoreHome(values, name, regions.device, written), name)
+        park(parameter, StoreHome(values, name, regions.device, written), name, dtype)
 
 
 def fill_state(optimizer: torch.optim.Optimizer, anatomy: Anatomy, values: Values) -> None:

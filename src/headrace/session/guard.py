@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from headrace.base.errors import StepError
 from headrace.executor.stream import Stream
+from headrace.model.widened import own_dtype
 
 
 def guard(model: nn.Module, stream: Stream, undo: list[Callable[[], None]]) -> None:
@@ -36,9 +37,9 @@ class Moves:
         self._module, self._stream = module, stream
 
     def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        for dtype in {parameter.dtype for parameter in self._module.parameters()}:
+        for dtype, own in {(parameter.dtype, own_dtype(parameter)) for parameter in self._module.parameters()}:
             asked = fn(torch.empty(1, dtype=dtype, device=self._stream.device)).dtype
-            if asked != dtype:
+            if asked not in (dtype, own):
                 raise StepError("a wrapped model cannot change its dtype", f"asked for {asked}, weights are {dtype}",
                                 "Load it in that dtype, or convert it before headrace.wrap")  # fmt: skip
         text = f"moving a wrapped model is ignored: it computes on {self._stream.device}"

@@ -247,5 +247,5 @@ def _norm(tensor: Tensor) -> float:
 
 def _narrow(visit: BlockVisit, unit: Unit) -> bool:
     """The block computes in 16 bits."""
-    weights = any(entry.dtype in ("bfloat16", "float16") for entry in unit.weights.entries)
+    weights = not unit.wide_compute and any(e.dtype in ("bfloat16", "float16") for e in unit.weights.entries)
     return visit.autocast.enabled or weights or any(parameter.itemsize < 4 for parameter in visit.block.shared)

@@ -281,8 +281,8 @@ class Session:
         return self._values.read_weight(name, master)
 
     def read_for_save(self, name: str) -> Tensor:
-        """A weight in its parameter's dtype, for an export. `name`: any of its names in the model."""
-        return self._values.read_weight(self._names[id(self.model.get_parameter(name))])
+        """A weight in the dtype that the model came with, for an export. `name`: any of its names in the model."""
+        return self._values.read_own(self._names[id(self.model.get_parameter(name))])
 
     def _name_of(self, parameter: nn.Parameter) -> str | None:
         return self._names.get(id(parameter))

@@ -13,6 +13,7 @@ from headrace.executor.executor import Executor
 from headrace.files.checksum import checksum
 from headrace.kernels import ops
 from headrace.model.units import Anatomy
+from headrace.model.widened import own_dtype
 from headrace.optim.ledger import Ledger
 from headrace.spec.layout import Entry, Layout
 from headrace.spec.model import REST, Unit
@@ -65,9 +66,15 @@ class Values:
     def read_weight(self, name: str, master: bool = False) -> Tensor:
         """A fresh CPU tensor with a weight, in its parameter's dtype (or its exact fp32 master)."""
         pieces = self.pieces(name)
-        parameter = self._anatomy.parameters[name]
-        dtype = torch.float32 if master else parameter.dtype
-        out = torch.empty(parameter.shape, dtype=dtype)
+        return self._read(pieces, torch.float32 if master else self._anatomy.parameters[name].dtype)
+
+    def read_own(self, name: str) -> Tensor:
+        """The same in the dtype that the model came with, for saving it and for giving it back."""
+        pieces = self.pieces(name)
+        return self._read(pieces, own_dtype(self._anatomy.parameters[name]))
+
+    def _read(self, pieces: list[tuple[Unit, int, Entry]], dtype: torch.dtype) -> Tensor:
+        out = torch.empty(self._anatomy.parameters[pieces[0][2].name].shape, dtype=dtype)
         for unit, index, entry in pieces:
             self._settle(unit, index)
             target = _rows(out, entry)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.base.errors import ModelError, PlanError, StepError
+from headrace.hardware import limits
 from headrace.optim.ledger import CLIP_EPSILON
 from headrace.session.session import Session
 from headrace.session.tiers import WEIGHTS, Tier, survey
@@ -106,11 +107,12 @@ class _Trace:
     """Norm over all parameters of each part; of weights that of their movement."""
 
 
-def resident_bytes(numbers: int, dtype: torch.dtype, steps: int) -> tuple[int, int]:
+def resident_bytes(numbers: int, dtype: torch.dtype, steps: int, device: torch.device) -> tuple[int, int]:
     """(bytes on the compute device, bytes of RAM beside it) that the resident steps of a model of `numbers` parameters
     need, without activations. The first are RAM as well when the device is the CPU."""
     narrow = dtype.itemsize < 4
-    return numbers * (2 * dtype.itemsize + 8 + 8 * narrow), numbers * (dtype.itemsize * steps + 16)
+    size = dtype.itemsize if limits.computes_bf16(device) else 4
+    return numbers * (2 * size + 8 + 8 * narrow), numbers * (size * steps + 16)
 
 
 def verify(
@@ -175,9 +177,13 @@ def _moved(batch: Batch, device: torch.device) -> Batch:
 
 
 def _train_resident(model: nn.Module, batches: Sequence[Batch], loss: Loss, device: torch.device, seed: int) -> _Trace:
+    narrow = {name for name, p in model.named_parameters() if p.dtype != torch.float32}
+    if not limits.computes_bf16(device):
+        model = model.float()
     model = model.to(device).train()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    masters = {name: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for name, p in trained.items()}
+    copied = {name: nn.Parameter(p.detach().float().clone()) for name, p in trained.items() if name in narrow}
+    masters = {name: copied.get(name, p) for name, p in trained.items()}
     optimizer = torch.optim.AdamW(masters.values(), lr=LEARNING_RATE, eps=EPSILON)
     trace = _Trace(start={name: p.detach().float().cpu().clone() for name, p in model.named_parameters()})
     for step, batch in enumerate(batches):

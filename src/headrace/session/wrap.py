@@ -25,6 +25,7 @@ from headrace.hardware import limits
 from headrace.kernels import ops
 from headrace.model.blocks import find_blocks
 from headrace.model.units import Anatomy, divide
+from headrace.model.widened import NARROW, widen
 from headrace.optim import front
 from headrace.optim.ledger import Ledger
 from headrace.optim.rules import Rule, rule_of
@@ -99,7 +100,7 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **giv
     device = _device(options)
     optimizer = _optimizer(model, optimizer, options, events)
     rule = rule_of(optimizer)
-    anatomy = _anatomy(model, optimizer, rule, options, events)
+    anatomy = _anatomy(model, optimizer, rule, device, options, events)
     anatomy.spec = _summed(anatomy, events)
     budgets = _budgets(options, device)
     placement = _place(anatomy, options, budgets, device, events)
@@ -161,8 +162,9 @@ def _optimizer(
 
 
 def _anatomy(
-    model: nn.Module, optimizer: torch.optim.Optimizer, rule: Rule, options: Options, events: EventLog
-) -> Anatomy:
+    model: nn.Module, optimizer: torch.optim.Optimizer, rule: Rule, device: torch.device, options: Options,
+    events: EventLog,
+) -> Anatomy:  # fmt: skip
     groups = {
         id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"] if p.requires_grad
     }
@@ -188,7 +190,11 @@ def _anatomy(
         events.add("accumulation", f"updates begin at step() and not inside the backward: {why}")
     state = rule.state(options.moments)
     narrow = _narrow(model, groups) if options.autocast else frozenset()
-    return divide(model, stacks, groups, state, narrow, events)
+    wide = not limits.computes_bf16(device)
+    if wide and any(p.dtype == NARROW for p in model.parameters()):
+        text = f"{device} does not compute in bf16: bf16 weights stream and are saved in bf16, and compute in fp32; "
+        events.add("precision", text + "those that stay on the device, and gradients, are fp32")
+    return divide(model, stacks, groups, state, narrow, events, wide)
 
 
 def _narrow(model: nn.Module, groups: dict[int, int]) -> frozenset[int]:
@@ -296,6 +302,8 @@ def _open(
     failed.callback(lambda: [action() for action in reversed(undo)])
     failed.callback(_release, model, anatomy, values)
     fill_state(optimizer, anatomy, values)
+    if not limits.computes_bf16(device):
+        widen(model, undo)
     taken = install(model, anatomy, stream, options.compile, undo)
     return Session(model, optimizer, options, anatomy, stream, values, taken, undo, events, budgets)
 

@@ -22,7 +22,7 @@ def total_bytes(unit: Unit) -> int:
 
 def needs_total(unit: Unit) -> bool:
     """A 16-bit unit sums its contributions in a separate fp32 buffer; an fp32 unit sums where it is sent from."""
-    return any(itemsize(entry.dtype) < 4 for entry in unit.trained.entries)
+    return any(itemsize(entry.dtype) < 4 for entry in unit.sent.entries)
 
 
 def stage_bytes(unit: Unit, placement: Placement) -> int:
@@ -127,7 +127,7 @@ def footprint(spec: ModelSpec, placement: Placement) -> Footprint:
     sending = [u for u in units if u.trained.entries and placement.state[u.index] != DEVICE and u.kind != REST]
     slot = round_up(max((unit.weights.nbytes for unit in streaming), default=0))
     device["weights"] += slot * placement.slots
-    send = round_up(max((unit.trained_bytes for unit in sending), default=0))
+    send = round_up(max((unit.sent.nbytes for unit in sending), default=0))
     device["grads"] += send * placement.grad_slots
     device["grads"] += round_up(max((total_bytes(unit) for unit in sending if needs_total(unit)), default=0))
     if any(passes_device(unit, placement) for unit in units):

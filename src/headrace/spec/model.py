@@ -32,15 +32,22 @@ class Unit:
     state: StateSpec
     wide_grads: bool = False
     """Gradients are kept in fp32 because several contributions are added up on the host."""
+    wide_compute: bool = False
+    """It computes in fp32, whatever format its weights have: the device has no arithmetic in theirs."""
 
     @cached_property
     def trained(self) -> Layout:
         return self.weights.trainable()
 
     @cached_property
+    def sent(self) -> Layout:
+        """Gradients as they leave the device, in the format in which the unit computes."""
+        return self.trained.recast(lambda e: "float32" if self.wide_compute else e.dtype)
+
+    @cached_property
     def grads(self) -> Layout:
-        """Gradients on their way to the update: the format of the weight, or fp32 where they are summed."""
-        return self.trained.recast(lambda e: "float32" if self.wide_grads else e.dtype)
+        """Gradients on their way to the update: as they are sent, or fp32 where they are summed."""
+        return self.sent.recast(lambda e: "float32" if self.wide_grads else e.dtype)
 
     @cached_property
     def wide_weights(self) -> Layout:

@@ -113,7 +113,7 @@ class Regions:
         streaming = [unit for unit in spec.units if placement.streams(unit.index)]
         sending = [u for u in spec.units if u.trained.entries and placement.state[u.index] != DEVICE and u.kind != REST]
         slot = max((unit.weights.nbytes for unit in streaming), default=0)
-        send = max((unit.trained_bytes for unit in sending), default=0)
+        send = max((unit.sent.nbytes for unit in sending), default=0)
         total = max((total_bytes(unit) for unit in sending if needs_total(unit)), default=0)
         stage = max((stage_bytes(unit, placement) for unit in spec.units), default=0)
         staged = placement.staged and any(placement.home(unit.index) == DISK for unit in streaming)
