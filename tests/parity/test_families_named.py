@@ -202,7 +202,7 @@ def logits_loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Te
 def body_loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """A loss of the states that the head would be given."""
     inputs = {key: value for key, value in batch.items() if key != "labels"}
-    loss: torch.Tensor = model.base_model(**inputs).last_hidden_state.float().square().mean()
+    loss: torch.Tensor = model(**inputs, output_hidden_states=True).hidden_states[-1].float().square().mean()
     return loss
 
 
