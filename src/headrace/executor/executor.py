@@ -21,6 +21,7 @@ from headrace.base.errors import StepError
 from headrace.executor.completion import Cancelled, Completion
 from headrace.executor.interrupts import uninterrupted
 from headrace.executor.lanes import COPY_LANES, HOST_LANES, UPDATE_LANES, Job, ThreadLane, run_job
+from headrace.executor.trace import Mark, Trace
 from headrace.schedule.op import Op, Program
 
 Notes = dict[Any, Any]
@@ -37,6 +38,8 @@ class Executor:
         self._tokens: dict[str, Completion] = {}
         self._lanes = {name: ThreadLane(name, device) for name in (*HOST_LANES, *COPY_LANES)} if overlap else {}
         self._unwatched: list[Completion] = []
+        self.trace: Trace | None = None
+        """Takes the times of the ops of programs that start from now on."""
         self._lock = threading.Lock()
         self._walk: Callable[[], Walk | None] = lambda: None
         """The pass that began last, if its ops are still of interest."""
@@ -208,6 +211,7 @@ class Walk:
         self.program, self.notes = program, notes
         self.done = [Completion() for _ in program.ops]
         self._executor, self._before = executor, before
+        self._marks: list[Mark] | None = executor.trace.open(program) if executor.trace is not None else None
         self.replaced: dict[str, Completion] = {}
         """What the program's tokens stood for before it began."""
         self._next = 0
@@ -216,7 +220,8 @@ class Walk:
 
     def job(self, op: Op) -> Job:
         waits = tuple(self.done[index] for index in op.after) + self._before[op.index]
-        return Job(str(op), lambda: self._executor.run(op, self.notes), waits, self.done[op.index])
+        mark = self._marks[op.index] if self._marks is not None else None
+        return Job(str(op), lambda: self._executor.run(op, self.notes), waits, self.done[op.index], mark)
 
     @property
     def expected(self) -> Op | None:
@@ -231,11 +236,15 @@ class Walk:
         stream = self._executor.stream()
         for completion in [*(self.done[index] for index in op.after), *self._before[op.index]]:
             completion.wait(stream)
+        if self._marks is not None:
+            self._marks[op.index].begin(stream)
         return op
 
     def leave(self) -> None:
         """The compute op that was reached has been issued; free what it was the last to use."""
         op = self._visits[self.position]
+        if self._marks is not None:
+            self._marks[op.index].end(self._executor.stream())
         self.done[op.index].finish(self._executor.record())
         self.position += 1
         if self._executor.overlap:
@@ -243,8 +252,7 @@ class Walk:
                 if later.visit >= 0 and later.lane == "compute":
                     break
                 if later.verb == "FREE":
-                    self._executor.run(later, self.notes)
-                    self.done[later.index].finish(self._executor.record())
+                    self._compute(later)
         else:
             self._next = op.index + 1
             self._run_behind()
@@ -284,11 +292,20 @@ class Walk:
             if op.verb in ("FORWARD", "BACKWARD"):
                 continue
             if op.lane == "compute":
-                self._executor.run(op, self.notes)
-                self.done[op.index].finish(self._executor.record())
+                self._compute(op)
             else:
                 # As on lanes, an error reaches whoever needs this op; later ops must end too, or their waiters hang.
                 run_job(self.job(op), self._executor.stream(), op.lane in HOST_LANES)
+
+    def _compute(self, op: Op) -> None:
+        """A compute op that is no visit, on the caller's thread and stream."""
+        stream, mark = self._executor.stream(), self._marks[op.index] if self._marks is not None else None
+        if mark is not None:
+            mark.begin(stream)
+        self._executor.run(op, self.notes)
+        if mark is not None:
+            mark.end(stream)
+        self.done[op.index].finish(self._executor.record())
 
 
 def _prepares(op: Op) -> bool:

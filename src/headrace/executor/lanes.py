@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from headrace.executor.completion import Completion
+from headrace.executor.trace import Mark
 
 HOST_LANES = ("read", "state", "write", "host", "device")
 COPY_LANES = ("h2d", "d2h")
@@ -27,6 +28,8 @@ class Job:
     """Returns the event of its end where that is on another stream than the lane's."""
     waits: tuple[Completion, ...]
     done: Completion
+    mark: Mark | None = None
+    """Takes its times, when it is traced."""
 
 
 class ThreadLane:
@@ -82,7 +85,11 @@ def run_job(job: Job, stream: torch.cuda.Stream | None, on_host: bool) -> float:
         for completion in job.waits:
             completion.wait(None if on_host else stream)
         start = time.perf_counter()
+        if job.mark is not None:
+            job.mark.begin(stream)
         end = job.run()
+        if job.mark is not None:
+            job.mark.end(stream, end)
         job.done.finish(_record(stream) if end is None else end)
         return time.perf_counter() - start
     except BaseException as error:

@@ -19,6 +19,7 @@ from headrace.executor.interrupts import uninterrupted
 from headrace.executor.passes import Pass
 from headrace.executor.stream import Stream
 from headrace.executor.taken import Taken
+from headrace.executor.trace import Trace
 from headrace.executor.trial import Trial
 from headrace.model.units import Anatomy
 from headrace.optim.rules import Rule
@@ -27,6 +28,7 @@ from headrace.plan.summary import counted
 from headrace.schedule import build
 from headrace.schedule.op import Program
 from headrace.session.gradients import Gradients
+from headrace.session.measuring import recorded
 from headrace.session.options import Options
 from headrace.session.parity_guard import ParityGuard
 from headrace.session.report import memory_report
@@ -118,6 +120,11 @@ class Session:
     def lane_seconds(self) -> dict[str, float]:
         """Seconds that each lane's thread has worked; empty when inline."""
         return self._executor.seconds()
+
+    def record_trace(self) -> contextlib.AbstractContextManager[Trace]:
+        """Record when each op runs on its lane: `with session.record_trace() as trace: ...`, then `trace.spans()`, or
+        `trace.write(path)` for ui.perfetto.dev. Waits for updates under way at both ends."""
+        return recorded(self)
 
     def _begun(self) -> None:
         """A backward begins."""

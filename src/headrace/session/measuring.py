@@ -1,0 +1,209 @@
+"""What a measurement does to an open session: it traces the lanes, times each of them alone, changes the clipping."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from headrace.base.errors import StepError
+from headrace.executor.trace import Trace
+from headrace.hardware import rates
+from headrace.optim.rules import Call
+from headrace.spec.model import REST, Unit
+from headrace.spec.placement import DEVICE, DISK, HOST
+
+if TYPE_CHECKING:
+    from headrace.session.session import Session
+
+SAMPLE = 2 << 30
+"""Bytes that are copied each way, or updated, to measure a rate."""
+
+
+@contextlib.contextmanager
+def recorded(session: Session) -> Iterator[Trace]:
+    """See Session.record_trace."""
+    session.wait()
+    traffic, device_updates = session._actions.traffic, session._actions.on_device
+    moved = {
+        "h2d": lambda: traffic.to_device, "d2h": lambda: traffic.to_host,
+        "device": lambda: device_updates.to_device + device_updates.to_host,
+    }  # fmt: skip
+    units = [unit.name for unit in session.spec.units]
+    trace = Trace(session.device, units, lambda lane: moved[lane]() if lane in moved else 0)
+    session._executor.trace = trace
+    try:
+        yield trace
+        session.wait()
+    finally:
+        session._executor.trace = None
+
+
+def clip(session: Session, max_grad_norm: float | None) -> None:
+    """Clip the steps from the next one on to another norm; None: not at all. Raises StepError in a session whose
+    updates run inside the backward, before there is a norm."""
+    if max_grad_norm is not None and session.options.updates_at_once:
+        raise StepError("this session updates inside the backward, before there is a norm to clip to",
+                        f"max_grad_norm={max_grad_norm} was asked for",
+                        "Wrap with max_grad_norm, or without accumulation")  # fmt: skip
+    session.wait()
+    session._actions.max_grad_norm = max_grad_norm
+
+
+@dataclass(frozen=True)
+class LaneRates:
+    """What each lane does in a second when it has the machine to itself; None where a placement has no such work."""
+
+    up: float | None = None
+    """Bytes to the device."""
+    down: float | None = None
+    """Bytes to the host."""
+    both: float | None = None
+    """Bytes in both directions at the same time, in all."""
+    host: float | None = None
+    """Elements updated on the host."""
+    host_beside: float | None = None
+    """The same while the link carries what it can in both directions."""
+    link_beside: float | None = None
+    """Bytes over the link in both directions meanwhile."""
+    device: float | None = None
+    """Elements updated on the device, their state passing it in pieces or at home there."""
+    read: float | None = None
+    """Bytes from the disk."""
+    write: float | None = None
+
+
+def lane_rates(session: Session, at_most: int = SAMPLE) -> LaneRates:
+    """Measure the lanes on the session's own memory. Moments change as by steps with lr=0 on the gradients that are
+    still there, so that this is for models whose training does not matter."""
+    session.wait()
+    session._stream.forget_slots()
+    device = session.device
+    up, down = _uploads(session, at_most), _downloads(session, at_most)
+    found: dict[str, float] = {}
+    if up:
+        found["up"] = rates.copy_rate([up], device)
+    if down:
+        found["down"] = rates.copy_rate([down], device)
+    ways = rates.balanced(up, down) if up and down else (up, down)
+    if up and down:
+        found["both"] = rates.copy_rate(ways, device)
+    host, elements = _updates(session, HOST, at_most)
+    if host:
+        found["host"] = elements / rates.seconds_of(lambda: _run(host), torch.device("cpu"))
+        if up or down:
+            with rates.traffic(ways, device) as copied:
+                start, before = time.perf_counter(), copied()
+                best = rates.seconds_of(lambda: _run(host), torch.device("cpu"), warm_up=0)
+                found["link_beside"] = (copied() - before) / (time.perf_counter() - start)
+            found["host_beside"] = elements / best
+    passing, elements = _updates(session, DEVICE, at_most)
+    if passing:
+        found["device"] = elements / rates.seconds_of(lambda: session._actions.on_device.run(passing), device)
+    resident, elements = _updates(session, "resident", at_most)
+    if resident and not passing:
+        found["device"] = elements / rates.seconds_of(lambda: _run(resident), device)
+    found |= _disk_rates(session, at_most)
+    session.weights_changed()
+    return LaneRates(**found)
+
+
+def _uploads(session: Session, at_most: int) -> list[tuple[Tensor, Tensor]]:
+    """Copies of weights as LOAD makes them."""
+    regions, placement = session._stream.regions, session.placement
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for unit in session.spec.units:
+        home, size = placement.home(unit.index), unit.weights.nbytes
+        if home == DEVICE or unit.kind == REST:
+            continue
+        if not placement.streams(unit.index):
+            target = regions.resident(unit.index)
+        else:
+            target = regions.places[f"s{len(pairs) % placement.slots}"][:size]
+        source = regions.home(unit.index, "weights") if home != DISK else regions.places.get("h0")
+        if source is not None and source.numel() >= size and rates.nbytes(pairs) < at_most:
+            pairs.append((target, source[:size]))
+    return pairs
+
+
+def _downloads(session: Session, at_most: int) -> list[tuple[Tensor, Tensor]]:
+    """Copies of gradients as SEND makes them."""
+    regions, pairs = session._stream.regions, list[tuple[Tensor, Tensor]]()
+    for unit in session.spec.units:
+        target = regions.home(unit.index, "grads")
+        target = regions.places.get("q0") if target is None else target
+        if unit.kind == REST or not unit.trained.entries or session.placement.state[unit.index] == DEVICE:
+            continue
+        size = unit.sent.nbytes
+        if target is not None and target.numel() >= size and rates.nbytes(pairs) < at_most:
+            pairs.append((target[:size], regions.places[f"g{len(pairs) % session.placement.grad_slots}"][:size]))
+    return pairs
+
+
+def _updates(session: Session, where: str, at_most: int) -> tuple[list[Call], int]:
+    """(kernel calls of updates, their elements), where nothing is learned. `where`: HOST or DEVICE, for those whose
+    state is in host memory, or "resident"."""
+    regions, placement = session._stream.regions, session.placement
+    groups = [{**group, "lr": 0.0, "weight_decay": 0.0} for group in session._groups()]
+    calls: list[Call] = []
+    size = 0
+    for unit in session.spec.units:
+        lives = "resident" if placement.state[unit.index] == DEVICE else placement.updated_on(unit.index)
+        if lives != where or unit.kind == REST or not unit.trained.entries or size >= at_most:
+            continue
+        found = [regions.home(unit.index, region) for region in ("weights", "state", "grads")]
+        found[2] = regions.places.get("q0") if found[2] is None else found[2]
+        weights, state, grads = found
+        if weights is not None and grads is not None and (state is not None or not unit.state_bytes):
+            count = len(unit.trained.entries)
+            none = weights[:0]
+            calls += session.rule.calls(
+                unit, weights, none if state is None else state, grads, groups, [True] * count, [1] * count, 1.0
+            )
+            size += unit.trained_bytes + unit.state_bytes
+    return calls, sum(call.numel for call in calls)
+
+
+def _run(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call.run()
+
+
+def _disk_rates(session: Session, at_most: int) -> dict[str, float]:
+    """Reading weights or state as READ does, and writing the same bytes back."""
+    regions = session._stream.regions
+    extents = [(unit, region) for unit in session.spec.units for region in ("weights", "state")
+               if regions.extent(unit.index, region) is not None and unit.region_bytes(region)]  # fmt: skip
+    if not extents:
+        return {}
+    room = max((place for name, place in regions.places.items() if name[0] in "hu" or place.device.type == "cpu"),
+               key=Tensor.numel)  # fmt: skip
+    chosen = [(unit, region) for unit, region in extents if unit.region_bytes(region) <= room.numel()]
+    return _disk_passes(session, _first(chosen, at_most), room)
+
+
+def _disk_passes(session: Session, chosen: Sequence[tuple[Unit, str]], room: Tensor) -> dict[str, float]:
+    regions, taken = session._stream.regions, {"read": 0.0, "write": 0.0}
+    total = sum(unit.region_bytes(region) for unit, region in chosen)
+    for unit, region in chosen:
+        view = room[: unit.region_bytes(region)]
+        for name, action in (("read", regions.read), ("write", regions.write)):
+            start = time.perf_counter()
+            action(unit.index, region, view)
+            taken[name] += time.perf_counter() - start
+    return {name: total / seconds for name, seconds in taken.items() if total and seconds}
+
+
+def _first(extents: list[tuple[Unit, str]], at_most: int) -> list[tuple[Unit, str]]:
+    """As many as make up `at_most` bytes, at least one."""
+    chosen, size = [], 0
+    for unit, region in extents:
+        if size < at_most:
+            chosen.append((unit, region))
+            size += unit.region_bytes(region)
+    return chosen
