@@ -20,14 +20,15 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def test_checks_are_printed_and_change_nothing(world: tuple[Path, Path], tmp_path: Path) -> None:
     """By turns, every second step, through windows of micro-batches; also after a resume."""
-    for name, changes in (("plain", {}), ("guarded", {"guard_every": 2})):
+    for name, changes in (("plain", {}), ("off", {"guard_every": 0}), ("guarded", {"guard_every": 2})):
         code, printed = headrace(*arguments(*world, tmp_path / name, **changes))
         assert code == 0, printed
+        assert ("computed again" in printed) == (name == "guarded")
     found = re.findall(r"step (\d): (\S+) computed again \(error=(\S+), level=normal", printed)
     assert [(step, block) for step, block, _ in found] == [(str(2 * n), f"model.layers.{n - 1}") for n in (1, 2, 3)]
     assert all(float(error) < 1e-5 for _, _, error in found)
-    plain, guarded = weights_of(tmp_path / "plain"), weights_of(tmp_path / "guarded")
-    assert all((guarded[key] == value).all() for key, value in plain.items())
+    plain, off, guarded = (weights_of(tmp_path / name) for name in ("plain", "off", "guarded"))
+    assert all((off[key] == value).all() and (guarded[key] == value).all() for key, value in plain.items())
 
 
 def test_a_wrong_run_ends_before_it_saves(
@@ -52,5 +53,5 @@ def test_a_wrong_run_ends_before_it_saves(
 
 
 def test_the_option_is_checked(world: tuple[Path, Path], tmp_path: Path) -> None:
-    code, printed = headrace(*arguments(*world, tmp_path / "out", guard_every=0))
+    code, printed = headrace(*arguments(*world, tmp_path / "out", guard_every=-1))
     assert code == 2 and "guard_every" in printed

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from against_plain import distance, llama, weights
@@ -288,3 +290,25 @@ def test_log_fields(tmp_path: Path) -> None:
     assert logged(made, "device_peak_bytes")[-1] == report["device"]["peak"]
     assert all(value > 1 << 20 for value in logged(made, "host_peak_bytes"))
     assert all(value > 0 for value in logged(made, "tokens_per_second"))
+
+
+def test_where_weights_live_is_among_what_the_trainer_says(tmp_path: Path) -> None:
+    """With log_level="info", once for each Trainer, through transformers' own logger."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    root, verbosity = logging.getLogger("transformers"), transformers.utils.logging.get_verbosity()
+    root.addHandler(handler)
+    try:
+        made = trainer(HeadraceTrainer, llama(2), tmp_path, max_steps=2, log_level="info")
+        made.train()
+        made.evaluate(rows(2))
+        shown = [text for text in said if text.startswith("[placement]")]
+        assert shown == [str(event) for event in made.session.events if event.kind == "placement"]
+        assert len(shown) == 1 and "2 blocks" in shown[0] and "host" in shown[0]
+        said.clear()
+        trainer(HeadraceTrainer, llama(2), tmp_path, max_steps=1, log_level="warning").train()
+        assert not any("[placement]" in text for text in said)
+    finally:
+        root.removeHandler(handler)
+        transformers.utils.logging.set_verbosity(verbosity)

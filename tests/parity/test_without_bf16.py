@@ -114,7 +114,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "device": {"placement": {"weights": "device", "state": "device"}},
     "beside": {"placement": {"weights": "device", "state": "host"}},
     "inputs": {"placement": {"inputs": "host"}}, "inline": {"window": 3, "overlap": False},
-    "early": {"accumulation": 1, "on_nonfinite": "stop", "window": 2},
+    "early": {"accumulation": 1, "on_nonfinite": "stop", "window": 2}, "updates": {"update": "both", "window": 2},
 }  # fmt: skip
 
 

@@ -94,9 +94,9 @@ class RunConfig(BaseModel):
     """Type of AdamW's moments: 8 or 4 bytes per parameter."""
     on_nonfinite: Literal["skip", "stop"] = "skip"
     """What to do when a gradient is infinite or NaN: skip the step, or stop the run."""
-    guard_every: Count | None = None
+    guard_every: CountOrNone | None = None
     """Optimizer steps between checks of one block's gradient against one computed again in fp32; a wrong one stops the
-    run before it is saved. Null: none."""
+    run before it is saved. 0 or null: none."""
 
     device: str | None = None
     """"cpu", "cuda" or "cuda:N"; a GPU if there is one, unless given."""

@@ -38,6 +38,8 @@ def run(request: Request) -> bool:
     """Verify, and print. True when all is right. Raises ConfigError for what cannot be verified as asked."""
     request = _checked(request)
     try:
+        if request.disk_dir is not None:
+            request.disk_dir.mkdir(parents=True, exist_ok=True)
         made = tempfile.TemporaryDirectory(prefix="headrace-verify-", dir=request.disk_dir)
     except OSError as error:
         where = f"--disk-dir = {str(request.disk_dir)!r}" if request.disk_dir else "the folder for temporary files"
@@ -69,8 +71,6 @@ def _checked(request: Request) -> Request:
             problems.append(f"--placement = {tier!r} is not one of {', '.join(TIERS)}")
     if request.data is not None and not request.data.is_file():
         problems.append(f"--data = {str(request.data)!r} is no file")
-    if request.disk_dir is not None and not request.disk_dir.is_dir():
-        problems.append(f"--disk-dir = {str(request.disk_dir)!r} is no folder")
     if problems:
         raise ConfigError(problems)
     return dataclasses.replace(request, dtype=config.dtype)

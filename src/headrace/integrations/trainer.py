@@ -18,7 +18,7 @@ from headrace.base.errors import OptionError
 from headrace.executor.window import accumulate
 from headrace.integrations import trainer_checkpoint as checkpoint
 from headrace.integrations.trainer_arguments import Setup, check_model, differences, set_up
-from headrace.integrations.trainer_log import GradNorm, Meter, logits_as_tensors
+from headrace.integrations.trainer_log import GradNorm, Meter, logits_as_tensors, tell_placement
 from headrace.integrations.trainer_loss import StreamedLabelSmoother
 from headrace.session.session import Session
 from headrace.session.wrap import wrap
@@ -127,6 +127,7 @@ class StreamedTraining(_Base):
         self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)  # for autocast
         model._is_accelerate_prepared = True
         self._meter = Meter(session)
+        tell_placement(session)
 
     def _note(self, kind: str, text: str) -> None:
         """An event, now or when there is a session."""

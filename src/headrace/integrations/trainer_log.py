@@ -41,6 +41,16 @@ class GradNorm(Tensor):
             return func(*(torch.tensor(a.item()) if isinstance(a, GradNorm) else a for a in args), **(kwargs or {}))
 
 
+def tell_placement(session: Session) -> None:
+    """Log where weights and state live among what the Trainer says of a run with `log_level="info"`."""
+    from transformers.utils import logging
+
+    logger = logging.get_logger("transformers.headrace")  # below transformers' own, whose level and output it has
+    for event in session.events:
+        if event.kind in ("placement", "precision"):
+            logger.info("%s", event)
+
+
 class Meter:
     """Counts between two log lines."""
 

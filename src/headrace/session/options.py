@@ -73,7 +73,8 @@ class Options:
     """The blocks, when they are not found: names of lists, or the modules."""
     guard_every: int | None = None
     """Every so many optimizer steps the gradient of one block is computed again in fp32, beside the streaming path, and
-    compared with the one that was streamed before its update uses it. Levels and cost: see session/parity_guard.py."""
+    compared with the one that was streamed before its update uses it. Levels and cost: see session/parity_guard.py.
+    None or 0: never."""
     debug: bool = False
     """Freed slots read NaN."""
 
@@ -84,7 +85,7 @@ class Options:
 
 
 _FLAGS = ("recompute", "overlap", "verbose", "check_memory", "compile", "debug")
-_POSITIVE = ("rows", "accumulation", "threads", "guard_every")
+_POSITIVE = ("rows", "accumulation", "threads")
 _CHOICES: dict[str, Sequence[Any]] = {
     "moments": ("float32", "bfloat16"), "on_nonfinite": ("skip", "stop"), "autocast": (None, "bfloat16"),
     "update": ("auto", "host", "device", "both"),
@@ -119,6 +120,8 @@ def _fault(name: str, value: Any) -> str | None:
         return f"window must be a whole number of at least 1, got {value!r}"
     if name in _POSITIVE and value is not None and not (whole and value >= 1):
         return f"{name} must be a whole number of at least 1 or None, got {value!r}"
+    if name == "guard_every" and value is not None and not (whole and value >= 0):
+        return f"{name} must be a whole number of steps, or 0 or None for never, got {value!r}"
     if name in _CHOICES and value not in _CHOICES[name]:
         return f"{name} must be one of {', '.join(map(repr, _CHOICES[name]))}, got {value!r}"
     if name == "max_grad_norm" and value is not None and not (_is_number(value) and value > 0):

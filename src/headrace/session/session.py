@@ -77,7 +77,7 @@ class Session:
             stream.trial = self._trial
         self.guard: ParityGuard | None = None
         """What `guard_every` asks for; its `checks` are the last comparisons."""
-        if options.guard_every is not None:
+        if options.guard_every:
             self.guard = self._trial.guard = self._actions.guard = ParityGuard(stream, options.guard_every)
             stream.witness, self._gradients.changed = self.guard.witness, self.guard.forget
 

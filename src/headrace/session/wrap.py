@@ -81,7 +81,7 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **giv
       check_memory=True      check the device's peak against its budget with the first batch, before any update
       autocast=None          "bfloat16": an fp32 model is trained under bf16 autocast and streams in 16 bits
       compile=False          torch.compile the forward of the blocks, once for all equal ones
-      guard_every=None       steps between checks of one block's gradient against one computed again in fp32
+      guard_every=None       steps between checks of one block's gradient against one computed again in fp32; 0: none
       blocks=None            the blocks, where they are not found: names of lists, or the modules
       debug=False            freed weights read NaN
 
@@ -224,7 +224,7 @@ def _place(anatomy: Anatomy, options: Options, budgets: Budgets, device: torch.d
     base = Placement((HOST,) * count, (HOST,) * count, options.window, staged=device.type == "cuda",
                      offload=inputs == HOST and options.recompute,
                      ring=RING if options.updates_at_once else 0,
-                     guarded=options.guard_every is not None)  # fmt: skip
+                     guarded=bool(options.guard_every))  # fmt: skip
     placement, why = choose(anatomy.spec, budgets, base, choice)
     placement, updates = place_updates(anatomy.spec, placement, budgets, options.update)
     events.add("updates", updates)
