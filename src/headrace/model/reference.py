@@ -102,14 +102,13 @@ def _run(visit: BlockVisit, call: Call, slice_: Slice, inputs: list[Tensor], man
     arguments = [leaf.clone() for leaf in inputs] if visit.block.inputs_change else inputs
     surroundings = slice_.surroundings.again(visit.stream.device, visit.block.buffers)
     with surroundings, _wide_buffers(visit.block, manner):
-        return visit._run(call, arguments).tensors
+        return visit._run(call, arguments, visit.block.original).tensors
 
 
 @contextlib.contextmanager
 def _aside(visit: BlockVisit, weights: Sequence[Tensor], manner: Manner) -> Iterator[None]:
-    """The block's parameters point at `weights` inside, and its forward is the one that it came with."""
+    """The block's parameters point at `weights` inside."""
     block = visit.block
-    run, block.run = block.run, block.original
     own = [parameter.data for parameter in block.parameters]
     shared = [parameter.data for parameter in block.shared]
     autocast = visit.autocast
@@ -122,7 +121,7 @@ def _aside(visit: BlockVisit, weights: Sequence[Tensor], manner: Manner) -> Iter
             visit.autocast = replace(autocast, enabled=False)
         yield
     finally:
-        visit.autocast, block.run = autocast, run
+        visit.autocast = autocast
         for parameter, value in zip([*block.parameters, *block.shared], [*own, *shared], strict=True):
             parameter.data = value
 

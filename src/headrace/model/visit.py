@@ -37,6 +37,8 @@ class Block:
     """Its forward as it was."""
     run: Callable[..., Any]
     """What training runs: the original, or the compiled one."""
+    again: Callable[..., Any]
+    """The same for a recompute, whose results are not read."""
     parameters: list[nn.Parameter]
     """Those of its unit, in the order of the unit's layout."""
     shared: list[nn.Parameter] = field(default_factory=list)
@@ -55,7 +57,7 @@ class Block:
 
     @property
     def trained(self) -> list[nn.Parameter]:
-        return [parameter for parameter in (*self.parameters, *self.shared) if parameter.requires_grad]
+        return [p for p in (*self.parameters, *self.shared) if p.requires_grad]
 
 
 class Stream(Protocol):
@@ -213,7 +215,7 @@ class BlockVisit:
         """Run once, and notice a forward that writes into its arguments: it gets copies from then on, and what it wrote
         is among its results."""
         if self.block.inputs_change is False:
-            product = self._run(call, inputs)
+            product = self._run(call, inputs, self.block.run)
             if product.written:
                 raise StepError(
                     f"{self.block.name} wrote into an argument, which it did not do in its first call",
@@ -222,7 +224,7 @@ class BlockVisit:
                 )
             return product
         copies = [tensor.clone() for tensor in inputs]
-        product = self._run(call, copies)
+        product = self._run(call, copies, self.block.run)
         if self.block.inputs_change is None:
             _refuse_unseen(self.block.name, inputs, copies, product)
             self.block.inputs_change = bool(product.written)
@@ -234,14 +236,13 @@ class BlockVisit:
             product.tensors = [back.get(id(tensor), tensor) for tensor in product.tensors]
         return product
 
-    def _run(self, call: Call, tensors: list[Tensor]) -> Packed:
-        """The original forward on these tensors. Returns (result, changes to containers, recorded outputs, arguments
-        that it wrote into), packed."""
+    def _run(self, call: Call, tensors: list[Tensor], forward: Callable[..., Any]) -> Packed:
+        """The forward on these tensors: (result, changes to containers, recorded outputs, written arguments), packed."""
         args, kwargs = call.packed.rebuild(tensors)
         found = containers.containers((args, kwargs))
         before, versions = containers.snapshot(found), [tensor._version for tensor in tensors]
         with self.autocast(), recording(call.keys) as recorded:
-            result = self.block.run(*args, **kwargs)
+            result = forward(*args, **kwargs)
         changed = {i: t for i, (t, version) in enumerate(zip(tensors, versions, strict=True)) if t._version != version}
         product = Packed((result, containers.written(before, found), recorded, changed))
         places = {index: place for index, t in enumerate(tensors) if (place := product.place(t)) is not None}
@@ -256,7 +257,7 @@ class BlockVisit:
         key = (call.batch, shapes, self.autocast)
         if key not in self.block.row_plans:
             buffers, before = self.block.buffers, self.block.buffers.change
-            run = lambda ts: self._run(call, [t.clone() for t in ts]).tensors
+            run = lambda ts: self._run(call, [t.clone() for t in ts], self.block.original).tensors
             plan = rows.tested(run, tensors, call.batch, buffers, self.stream.device)
             if plan is None and buffers.change and not before:
                 return None  # what it made and kept in its first call may stay: tested again in the next
@@ -347,8 +348,7 @@ class BlockVisit:
         leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
         with torch.enable_grad(), slice_.surroundings.again(self.stream.device, self.block.buffers):
             arguments = [leaf.clone() for leaf in leaves] if self.block.inputs_change else leaves
-            product = self._run(call, arguments)
-        return leaves, product.tensors
+            return leaves, self._run(call, arguments, self.block.again).tensors
 
 
 def _refuse_unseen(name: str, inputs: list[Tensor], copies: list[Tensor], product: Packed) -> None:

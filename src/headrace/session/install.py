@@ -18,7 +18,7 @@ from headrace.executor.stream import Stream
 from headrace.executor.taken import Taken, TakenBlock, TakenEmbeddingCall, TakenHeadCall
 from headrace.loss.fused import fused_loss, is_causal_lm_loss
 from headrace.model.compiled import Compiler
-from headrace.model.parked import WeightValue
+from headrace.model.parked import WeightValue, watch_inputs
 from headrace.model.side import hooked_parts
 from headrace.model.units import Anatomy
 from headrace.model.visit import Block
@@ -30,15 +30,16 @@ def install(
     model: nn.Module, anatomy: Anatomy, stream: Stream, compile: bool, undo: list[Callable[[], None]]
 ) -> list[Taken]:
     """Take over the calls of blocks, embeddings and heads; watch gradients; guard what would copy the model."""
+    watch_inputs()
     taken: list[Taken] = []
-    compiler = Compiler(stream.device, stream.tell_once)
+    compiler = Compiler(stream.device, stream.tell_once, stream.recompute)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(stream.device)
     for unit, module in anatomy.blocks.items():
         _plain_calls(module, stream)
         name, forward = stream.spec.units[unit].name, module.forward
-        run = compiler.compile(module) if compile else forward
-        block = Block(unit, name, module, forward, run, anatomy.of_unit(unit), list(anatomy.shared[unit]))
+        run, again = compiler.compile(module) if compile else (forward, forward)
+        block = Block(unit, name, module, forward, run, again, anatomy.of_unit(unit), list(anatomy.shared[unit]))
         taken.append(TakenBlock(stream, block))
         for parameter in block.parameters:
             _mark(parameter, "_headrace_owner", type(module).__name__, undo)
