@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from against_plain import (
     Toy,
     assert_close,
     batch,
+    distance,
     gradients,
     hf_loss,
     llama,
@@ -29,6 +31,8 @@ from against_plain import (
     weights,
 )
 from headrace.base.errors import StepError
+from headrace.model import parked
+from headrace.session import install
 
 WAYS = [{}, {"rows": 1}, {"recompute": False}, {"window": 2, "placement": {"weights": "device", "state": "device"}}]
 
@@ -91,6 +95,54 @@ def test_a_weight_read_outside_any_call_gets_no_silent_gradient(device: str) -> 
         assert norm.isfinite()
         with pytest.raises(StepError, match=r"embed\.weight was used outside"):
             norm.backward()
+
+
+SINGLE: dict[str, Callable[[Tensor, Any], Any]] = {
+    "grad": lambda loss, weights: torch.autograd.grad(loss, weights, retain_graph=True),
+    "grad, allow_unused": lambda loss, weights: torch.autograd.grad(
+        loss, weights, retain_graph=True, allow_unused=True
+    ),
+    "backward": lambda loss, weights: loss.backward(retain_graph=True, inputs=weights),
+    "autograd.backward": lambda loss, weights: torch.autograd.backward([loss], None, True, False, None, weights),
+}
+
+
+def _asks_no_classes(*args: Any, **kwargs: Any) -> None:
+    """What a backward of torch 2.9 does with `inputs`: it hands them to the engine."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _BACKWARD(*args, **kwargs)
+
+
+_BACKWARD = torch.autograd.backward
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["torch", "old torch"])
+@pytest.mark.parametrize("ask", SINGLE)
+def test_gradients_asked_of_single_weights(ask: str, old: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of weights that stream they are refused in words, and nothing is lost; of others they are plain PyTorch's."""
+    if old:
+        monkeypatch.setattr(torch.autograd, "backward", _asks_no_classes)
+        monkeypatch.setattr(parked, "watch_inputs", functools.cache(parked.watch_inputs.__wrapped__))
+        monkeypatch.setattr(install, "watch_inputs", parked.watch_inputs)
+    plain, ids = toy().to(device), batch().to(device)
+    with streamed(plain, device=device) as (ours, _):
+        losses = [toy_loss(side, ids) for side in (plain, ours)]
+        for name in ("blocks.1.up.weight", "blocks.0.gain", "embed.weight", "head.weight"):
+            weight = ours.get_parameter(name)
+            for given in (weight, [weight], [ours.norm.weight, weight], ours.parameters()):
+                with pytest.raises(StepError, match=r"the gradient of \S+ is asked for by itself"):
+                    SINGLE[ask](losses[1], given)
+        assert ours.norm.weight.grad is None
+        want, got = (
+            SINGLE[ask](loss, iter([side.norm.weight])) for loss, side in zip(losses, (plain, ours), strict=True)
+        )
+        want, got = (plain.norm.weight.grad, ours.norm.weight.grad) if want is None else (want[0], got[0])
+        assert distance(got, want) < 1e-6
+        assert not any(p.grad.any() for p in ours.parameters() if p.grad is not None and p is not ours.norm.weight)
+        for side, loss in zip((plain, ours), losses, strict=True):
+            side.zero_grad()
+            loss.backward()
+        assert_close(gradients(ours), gradients(plain))
 
 
 def test_a_model_that_calls_parts_of_its_blocks_is_refused(device: str) -> None:

@@ -187,6 +187,8 @@ class Parked(nn.Parameter):
         kwargs = kwargs or {}
         first = args[0] if args else None
         name = getattr(func, "__name__", "")
+        if func is torch.autograd.grad or func is torch.autograd.backward:
+            refuse_single(kwargs.get("inputs", args[1:2]))
         if name in ("__repr__", "__format__", "__str__"):
             with torch.no_grad():
                 return func(*(a._headrace_home.read(a) if isinstance(a, Parked) else a for a in args), **kwargs)
@@ -264,6 +266,47 @@ def _with_values(item: Any, keep: bool = False) -> Any:
     if isinstance(item, dict):
         return {key: _with_values(part, keep) for key, part in item.items()}
     return item
+
+
+def refuse_single(inputs: Any) -> None:
+    """Raise where `inputs` of torch.autograd.grad or of a backward hold streamed weights: no graph of the user's holds
+    them, so that torch would find them unused, and a backward would do nothing without a word."""
+    given = flat(inputs)
+    streamed = [item for item in given if isinstance(item, Parked) and item.requires_grad]
+    if streamed:
+        raise StepError(
+            f"the gradient of {getattr(streamed[0], '_headrace_name', 'a weight')} is asked for by itself",
+            f"{len(streamed)} of the {len(given)} tensors in inputs stream, and all those get theirs in one backward",
+            "Call loss.backward() without inputs= and read headrace.session(model).gradient(name). What must not be "
+            "trained is frozen before headrace.wrap",
+        )
+
+
+@functools.cache
+def watch_inputs() -> None:
+    """Have torch.autograd.backward ask the classes of its inputs, as torch.autograd.grad does; older torch does not."""
+
+    class Probe:
+        @classmethod
+        def __torch_function__(cls, *given: Any) -> bool:
+            return True
+
+    original: Callable[..., Any] = torch.autograd.backward
+    with contextlib.suppress(Exception):
+        if original(Probe()) is True:
+            return
+
+    @functools.wraps(original)
+    def watched(
+        tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, create_graph: bool = False,
+        grad_variables: Any = None, inputs: Any = None,
+    ) -> None:  # fmt: skip
+        if isinstance(inputs, Iterator):  # model.parameters() can be walked only once
+            inputs = tuple(inputs)
+        refuse_single(inputs)
+        original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+
+    torch.autograd.backward = watched
 
 
 def placeholder(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
