@@ -32,14 +32,14 @@ def install(
     """Take over the calls of blocks, embeddings and heads; watch gradients; guard what would copy the model."""
     watch_inputs()
     taken: list[Taken] = []
-    compiler = Compiler(stream.device, stream.tell_once)
+    compiler = Compiler(stream.device, stream.tell_once, stream.recompute)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(stream.device)
     for unit, module in anatomy.blocks.items():
         _plain_calls(module, stream)
         name, forward = stream.spec.units[unit].name, module.forward
-        run = compiler.compile(module) if compile else forward
-        block = Block(unit, name, module, forward, run, anatomy.of_unit(unit), list(anatomy.shared[unit]))
+        run, again = compiler.compile(module) if compile else (forward, forward)
+        block = Block(unit, name, module, forward, run, again, anatomy.of_unit(unit), list(anatomy.shared[unit]))
         taken.append(TakenBlock(stream, block))
         for parameter in block.parameters:
             _mark(parameter, "_headrace_owner", type(module).__name__, undo)
