@@ -163,12 +163,25 @@ class Actions:
                 continue
             first_row, count = unit.weights.entries[0].first_row or 0, unit.weights.entries[0].shape[0]
             start, stop = torch.searchsorted(index, torch.tensor([first_row, first_row + count])).tolist()
-            if self.ledger.arrive(tile, [True]):
-                home.zero_()
-            if stop > start:
-                part = (index[start:stop] - first_row).to(home.device), rows[start:stop].to(home.device)
-                ops.add_rows_(typed(home, unit.grads)[0], *part)
-            self.ledger.note_square(tile, None)
+            local = (index[start:stop] - first_row).to(home.device)
+            self._add_to_tile(tile, typed(home, unit.grads)[0], local, rows[start:stop].to(home.device))
+
+    def _add_to_tile(self, tile: int, total: Tensor, index: Tensor, rows: Tensor) -> None:
+        """total[index] += rows. Only these rows are touched: the end of the backward waits for it."""
+        left, known = self.ledger.sparse.get(tile), tile in self.ledger.known
+        square = float(self.ledger.squares[tile]) if known else 0.0
+        first = self.ledger.arrive(tile, [True])
+        if first:
+            total.zero_() if left is None else total.index_fill_(0, left, 0.0)
+            square = 0.0
+            self.ledger.sparse[tile] = index
+        else:
+            square -= _row_squares(total, index)
+            if left is not None:
+                self.ledger.sparse[tile] = torch.cat([left, index]).unique()
+        ops.add_rows_(total, index, rows)
+        square += _row_squares(total, index)
+        self.ledger.note_square(tile, max(square, 0.0) if first or known else None)
 
     def _norm(self, op: Op, notes: Notes) -> None:
         for unit in sorted(self.ledger.arrived - self.ledger.known):
@@ -260,6 +273,10 @@ def add_region(unit: Unit, home: Tensor, term: Tensor, first: bool) -> float:
     for target, source in zip(typed(home, unit.grads), typed(term, unit.sent), strict=True):
         total += float(ops.accumulate_squares_(target.reshape(-1), source.reshape(-1), overwrite=first))
     return total
+
+
+def _row_squares(matrix: Tensor, index: Tensor) -> float:
+    return float(ops.sum_squares(matrix.index_select(0, index).reshape(-1)))
 
 
 def square_of(regions: Regions, unit: int, grads: Tensor) -> float:

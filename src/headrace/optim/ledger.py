@@ -47,6 +47,8 @@ class Ledger:
     steps: list[list[int]] = field(init=False)
     squares: Tensor = field(init=False)
     """(units,) float64 in host memory."""
+    sparse: dict[int, Tensor] = field(default_factory=dict)
+    """Units whose gradients are zero outside these rows (int64), also when they were used since."""
     known: set[int] = field(default_factory=set)
     """Units whose entry of `squares` is right."""
     skipped: int = 0
@@ -61,6 +63,7 @@ class Ledger:
         """Note a contribution. Returns True when it is the unit's first of this step and must overwrite."""
         first = unit not in self.arrived
         self.arrived.add(unit)
+        self.sparse.pop(unit, None)
         old = self.present[unit]
         self.present[unit] = [a or b for a, b in zip(old, present, strict=True)]
         return first

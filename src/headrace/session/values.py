@@ -245,6 +245,7 @@ class Values:
                 view.copy_(_rows(value, entry))
             self._ledger.present[unit.index][index] = value is not None
             self._ledger.note_square(unit.index, None)
+            self._ledger.sparse.pop(unit.index, None)
 
     def _gradient_views(self, name: str) -> list[tuple[Entry, Tensor]]:
         views = []
