@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from headrace.executor import sink
 from headrace.executor.actions import Actions
 from headrace.executor.taken import TakenBlock
 from headrace.model.visit import BlockVisit
-from headrace.optim.rules import Rule
+from headrace.optim.rules import Call, Rule
 from headrace.session import tiers
 from headrace.session.verify import Run, Verdict, _failures, resident_bytes, verify
 from headrace.store.regions import Regions
@@ -131,15 +131,14 @@ def stale_slot(patch: pytest.MonkeyPatch) -> None:
 
 def lost_update(patch: pytest.MonkeyPatch) -> None:
     """The last update of a block never happens."""
-    update, seen = Rule.update, []
+    calls, seen = Rule.calls, []
 
-    def lost(self: Rule, unit: Any, *others: Any) -> None:
+    def lost(self: Rule, unit: Any, *others: Any) -> Iterator[Call]:
         if layer(unit):
             seen.append(unit.index)
-        if not layer(unit) or len(seen) != 3:
-            update(self, unit, *others)
+        return iter(()) if layer(unit) and len(seen) == 3 else calls(self, unit, *others)
 
-    patch.setattr(Rule, "update", lost)
+    patch.setattr(Rule, "calls", lost)
 
 
 def unwritten(patch: pytest.MonkeyPatch) -> None:

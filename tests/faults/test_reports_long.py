@@ -89,7 +89,7 @@ FAILURES = {
         "ZeroDivisionError",
     ),
     "in an update": (
-        "from headrace.optim.rules import Rule\nRule.update = lambda *_: 1 / 0\n" + WRAPPED + "\n" + STEP
+        "from headrace.optim.rules import Rule\nRule.calls = lambda *_: 1 / 0\n" + WRAPPED + "\n" + STEP
         + "\nheadrace.session(model).wait()",
         "ZeroDivisionError",
     ),
