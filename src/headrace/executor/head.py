@@ -12,14 +12,15 @@ from torch.autograd.function import once_differentiable
 
 from headrace.executor.passes import Pass
 from headrace.executor.stream import Stream
-from headrace.loss.tiled import HeadSpec, LossRows, backward_tile, finish, forward_tile, open_rows
+from headrace.loss.tiled import HeadSpec, LossRows, backward_tile, finish, forward_tile, open_rows, rows_at_once
 from headrace.model.anchor import Anchor
 from headrace.model.rows import wide_sum
 from headrace.spec.model import TILE
 from headrace.store.regions import typed
 
 LOGITS_AT_ONCE = 1 << 25
-"""Logits of one tile by chunk of rows: about 8 bytes each of working memory."""
+"""Logits of one tile by chunk of rows where plain torch computes the loss, in about 8 bytes each of working memory;
+leaner kernels take more of them in the same memory."""
 
 
 @dataclass(eq=False)
@@ -107,7 +108,7 @@ class _Losses(torch.autograd.Function):
         def body(weight: Tensor, first: int) -> None:
             weight, part = weight.to(dtype), _part(bias, first, weight.shape[0])
             for row, h in zip(rows, cast, strict=True):
-                forward_tile(row, h, weight, part, first, _chunk(weight.shape[0]))
+                forward_tile(row, h, weight, part, first, rows_at_once(LOGITS_AT_ONCE, weight.shape[0], h))
 
         tiles.forward(body)
         ctx.tiles, ctx.rows, ctx.dtype = tiles, rows, dtype
@@ -129,7 +130,7 @@ class _Losses(torch.autograd.Function):
             weight, size = weight.to(ctx.dtype), weight.shape[0]
             for row, h, grad, grad_hidden in zip(ctx.rows, cast, grads, into, strict=True):
                 backward_tile(row, h, weight, _part(bias, first, size), first, grad, grad_hidden, grad_tile,
-                              _part(grad_bias, first, size), _chunk(size))  # fmt: skip
+                              _part(grad_bias, first, size), rows_at_once(LOGITS_AT_ONCE, size, h))  # fmt: skip
 
         tiles.backward(body)
         back = [None if g is None else g.to(h.dtype) for g, h in zip(into, hidden, strict=True)]
@@ -138,10 +139,6 @@ class _Losses(torch.autograd.Function):
 
 def _part(bias: Tensor | None, first: int, size: int) -> Tensor | None:
     return None if bias is None else bias[first : first + size]
-
-
-def _chunk(tile_rows: int) -> int:
-    return max(1, LOGITS_AT_ONCE // max(tile_rows, 1))
 
 
 def logits(stream: Stream, head: TakenHead, hidden: Sequence[Tensor]) -> list[Tensor]:

@@ -19,7 +19,7 @@ from headrace.model.visit import BlockVisit
 from headrace.spec.model import ModelSpec
 
 LOGIT_BYTES = 14
-"""Working memory of the loss for each logit of a tile by chunk."""
+"""Working memory of the loss for each logit of a tile by chunk in plain torch; leaner kernels take no more."""
 WINDOW_BUFFERS = 6
 """Hidden states of the whole window that the outer forward and the graph hold at a time."""
 

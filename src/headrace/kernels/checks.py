@@ -57,6 +57,23 @@ def check_rows(kernel: str, matrix: Tensor, index: Tensor, rows: Tensor) -> None
             _refuse(kernel, "index", f"values {lowest} to {highest}", f"0 to {matrix.shape[0] - 1}")
 
 
+def check_logits(kernel: str, logits: Tensor, labels: Tensor, rows: dict[str, Tensor | None]) -> None:
+    """Raise OptionError unless logits (n, v), labels (n,) int64 and `rows` (n,) in at least fp32 fit together."""
+    if logits.dim() != 2 or not logits.is_floating_point() or not logits.is_contiguous():
+        _refuse(kernel, "logits", f"shape {tuple(logits.shape)}, strides {logits.stride()}, {_short(logits.dtype)}",
+                "a contiguous floating-point matrix")  # fmt: skip
+    sums = torch.promote_types(logits.dtype, torch.float32)
+    wanted = {"labels": (labels, torch.int64), **{name: (row, sums) for name, row in rows.items()}}
+    for name, (tensor, dtype) in wanted.items():
+        if tensor is None:
+            continue
+        if tensor.shape != logits.shape[:1] or tensor.dtype != dtype or not tensor.is_contiguous():
+            _refuse(kernel, name, f"shape {tuple(tensor.shape)}, strides {tensor.stride()}, {_short(tensor.dtype)}",
+                    f"one contiguous {_short(dtype)} for each of the {logits.shape[0]:,} rows of logits")  # fmt: skip
+        if tensor.device != logits.device:
+            _refuse(kernel, name, f"device {tensor.device}", f"{logits.device} as logits")
+
+
 def check_step(kernel: str, step: int) -> None:
     """Raise OptionError unless `step` counts from 1."""
     if step < 1:

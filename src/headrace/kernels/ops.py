@@ -19,15 +19,27 @@ Raises OptionError (a ValueError) when sizes, dtypes, layouts or devices do not 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from headrace.kernels.backends import backend_name, call, fallback_reason
-from headrace.kernels.checks import FLOATS, SINGLE, check_flat, check_master, check_momentum, check_rows, check_step
+from headrace.kernels.checks import (
+    FLOATS,
+    SINGLE,
+    check_flat,
+    check_logits,
+    check_master,
+    check_momentum,
+    check_rows,
+    check_step,
+)
 from headrace.kernels.scalars import adam_scalars, sgd_scalars
 from headrace.kernels.threads import available_threads, set_threads
 
 __all__ = [
+    "PLAIN_LOGIT_BYTES",
     "accumulate_",
     "accumulate_squares_",
     "adamw_",
@@ -35,7 +47,10 @@ __all__ = [
     "available_threads",
     "backend_name",
     "fallback_reason",
+    "fold_logits_",
     "join_master_",
+    "logit_bytes",
+    "logit_gradient_",
     "round_squares_",
     "set_threads",
     "sgd_",
@@ -43,6 +58,8 @@ __all__ = [
     "sum_squares",
     "warm_up",
 ]
+
+PLAIN_LOGIT_BYTES = 8  # see `logit_bytes`
 
 
 def adamw_(
@@ -176,6 +193,79 @@ def add_rows_(
     """matrix[index] += rows, in fp32, rounded once to nearest even."""
     check_rows("add_rows_", matrix, index, rows)
     call("add_rows_", matrix.device, matrix, index, rows)
+
+
+def fold_logits_(
+    maximum: Tensor,  # (n,) largest logit so far, finite before the first call; updated
+    sum_exp: Tensor,  # (n,) sum of exp(logit - maximum) so far; updated
+    label_logit: Tensor,  # (n,) the label's logit is added
+    logit_sum: Tensor | None,  # (n,) the logits are added
+    logits: Tensor,  # (n, v) contiguous, the head's raw product for a tile of v ids; their content is lost
+    labels: Tensor,  # (n,) int64 ids
+    start: int,  # id of the first column; a label outside the tile adds nothing
+    *,
+    scale: float | None,
+    softcap: float | None,
+    upcast_first: bool,
+) -> None:
+    """Let a tile of logits into the running log-sum-exp of n tokens (https://arxiv.org/abs/1805.02867).
+
+    A logit is z = softcap * tanh(scale * x / softcap) of the raw product x (None: without). Scale and soft-cap round
+    to the dtype of x after each operation, as the model does, or with `upcast_first` are worked out in at least fp32;
+    all that follows is fp32 (fp64 for fp64 logits), which is also the dtype of the (n,) tensors. -inf is a logit like
+    any other; NaN and +inf make the row's sum NaN. Plain torch computes on the CPU, and fp64 everywhere. On CUDA each
+    logit is read once: 2 bytes for one in 16 bits.
+    """
+    rows = {"maximum": maximum, "sum_exp": sum_exp, "label_logit": label_logit, "logit_sum": logit_sum}
+    check_logits("fold_logits_", logits, labels, rows)
+    call("fold_logits_", logits.device, *rows.values(), logits, labels, start, scale, softcap, upcast_first)
+
+
+def logit_gradient_(
+    logits: Tensor,  # (n, v) contiguous, the raw product; its content is lost
+    labels: Tensor,  # (n,) int64 ids
+    start: int,  # id of the first column
+    log_sum_exp: Tensor,  # (n,) over all ids
+    row_grad: Tensor,  # (n,) gradient of each token's loss
+    *,
+    vocab: int,  # number of all ids
+    label_smoothing: float,  # share of the target that is spread over all ids
+    scale: float | None,
+    softcap: float | None,
+    upcast_first: bool,
+) -> Tensor:
+    """Gradient of the raw product, (n, v) in its dtype, perhaps in its memory.
+
+    (exp(z - log_sum_exp) - label_smoothing / vocab - (1 - label_smoothing) [id is the label]) * dz/dx * row_grad, with
+    z of x as in `fold_logits_`; in fp32 and rounded once. On CUDA each logit is read once and the gradient written
+    over it: 4 bytes for one in 16 bits.
+    """
+    check_logits("logit_gradient_", logits, labels, {"log_sum_exp": log_sum_exp, "row_grad": row_grad})
+    gradient: Tensor = call("logit_gradient_", logits.device, logits, labels, start, log_sum_exp, row_grad, vocab,
+                            label_smoothing, scale, softcap, upcast_first)  # fmt: skip
+    return gradient
+
+
+def logit_bytes(device: torch.device, dtype: torch.dtype) -> int:
+    """Working memory of one logit in `fold_logits_` and `logit_gradient_`, with the copies that are made of it.
+
+    About PLAIN_LOGIT_BYTES in plain torch, exactly its own bytes on CUDA. The first call there compiles both kernels,
+    so that the answer is about what will really compute.
+    """
+    if dtype != torch.float64 and backend_name(device) == "triton":
+        _try_logits(device, dtype)
+        if backend_name(device) == "triton":
+            return dtype.itemsize
+    return PLAIN_LOGIT_BYTES
+
+
+@functools.cache
+def _try_logits(device: torch.device, dtype: torch.dtype) -> None:
+    logits, labels = torch.zeros(1, 16, dtype=dtype, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    one = torch.zeros(1, device=device)
+    fold_logits_(one, one.clone(), one.clone(), None, logits, labels, 0, scale=None, softcap=None, upcast_first=False)
+    logit_gradient_(logits, labels, 0, one, one, vocab=16, label_smoothing=0.0, scale=None, softcap=None,
+                    upcast_first=False)  # fmt: skip
 
 
 def warm_up(

@@ -26,8 +26,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from headrace.base.errors import DataError, OptionError
+from headrace.kernels import ops
 
 Reduction = Literal["mean", "sum", "none"]
+MATMUL_ROWS = 128  # rows that a GPU's matrix products take as one piece
 
 
 @dataclass(frozen=True)
@@ -139,16 +141,34 @@ def forward_tile(
     """Let one tile of the head into the running log-sum-exp."""
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         for chunk in rows.chunks(chunk_rows):
-            logits, _ = _logits(rows.take(hidden, chunk), tile, bias, rows.spec)
-            column, inside = _label_columns(rows, chunk, start, len(tile))
-            picked = logits.gather(1, column).squeeze(1).to(rows.maximum.dtype)
-            rows.label_logit[chunk] += picked.masked_fill_(~inside, 0.0)
-            if rows.logit_sum is not None:
-                rows.logit_sum[chunk] += logits.sum(1, dtype=rows.maximum.dtype)
-            largest = torch.maximum(rows.maximum[chunk], logits.amax(1).to(rows.maximum.dtype))
-            rows.sum_exp[chunk] *= torch.exp(rows.maximum[chunk] - largest)
-            rows.sum_exp[chunk] += _exp_minus(logits, largest).sum(1)
-            rows.maximum[chunk] = largest
+            ops.fold_logits_(
+                rows.maximum[chunk],
+                rows.sum_exp[chunk],
+                rows.label_logit[chunk],
+                None if rows.logit_sum is None else rows.logit_sum[chunk],
+                # Without a name, here as in the backward: the logits of two chunks must not be alive at a time.
+                functional.linear(rows.take(hidden, chunk), tile, bias),
+                rows.labels[chunk],
+                start,
+                scale=rows.spec.scale,
+                softcap=rows.spec.softcap,
+                upcast_first=rows.spec.upcast_first,
+            )
+
+
+def rows_at_once(logits: int, width: int, hidden: Tensor) -> int:
+    """Tokens per chunk, rows of `hidden` (N, H), for tiles of `width` ids.
+
+    In plain torch so many that a tile by a chunk has at most `logits`; with leaner kernels as many as fit in the
+    memory that plain torch takes for these.
+    """
+    each = ops.logit_bytes(hidden.device, hidden.dtype)
+    if each == ops.PLAIN_LOGIT_BYTES:
+        return max(1, logits // max(width, 1))
+    # With nothing beside the logits these count too: a copy of the hidden state, and the gradient of it in fp32.
+    token = width * each + hidden.shape[1] * (hidden.dtype.itemsize + 4)
+    tokens = max(1, logits * ops.PLAIN_LOGIT_BYTES // max(token, 1))
+    return tokens if tokens < MATMUL_ROWS else tokens // MATMUL_ROWS * MATMUL_ROWS
 
 
 def finish(rows: LossRows) -> Tensor:
@@ -187,6 +207,7 @@ def backward_tile(
                 _add_product(grad_tile, grad.t(), states)
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=grad_bias.dtype)
+            del grad
 
 
 def reduce_losses(losses: Tensor, count: int, reduction: Reduction, num_items: int | Tensor | None) -> Tensor:
@@ -217,50 +238,23 @@ def _check_labels(labels: Tensor, labelled: Tensor, spec: HeadSpec) -> None:
         )
 
 
-def _logits(states: Tensor, tile: Tensor, bias: Tensor | None, spec: HeadSpec) -> tuple[Tensor, Tensor | None]:
-    """Logits (n, v) as the model makes them, and the hyperbolic tangent inside the soft-cap."""
-    logits = functional.linear(states, tile, bias)
-    if spec.upcast_first:
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if spec.scale is not None:
-        logits.mul_(spec.scale)
-    if spec.softcap is None:
-        return logits, None
-    tanh = logits.div_(spec.softcap).tanh_()
-    return tanh * spec.softcap, tanh
-
-
-def _label_columns(rows: LossRows, chunk: slice, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Column (n, 1) of each label in the tile, clamped to it, and whether it lies inside (n,)."""
-    column = rows.labels[chunk] - start
-    inside = (column >= 0) & (column < width)
-    return column.clamp_(0, width - 1).unsqueeze(1), inside
-
-
-def _exp_minus(logits: Tensor, offset: Tensor) -> Tensor:
-    """exp(logits - offset) in the dtype of `offset` (n,), overwriting the logits where their dtype is that one."""
-    # On CUDA a cast and then an operation in place take less time than one operation on mixed dtypes.
-    return logits.to(offset.dtype).sub_(offset.unsqueeze(1)).exp_()
-
-
 def _logit_gradient(
     rows: LossRows, chunk: slice, states: Tensor, tile: Tensor, bias: Tensor | None, start: int, row_grad: Tensor
 ) -> Tensor:
     """Gradient of the head's raw product (n, v), rounded once, to the dtype of the matrix products."""
     assert rows.log_sum_exp is not None
-    spec = rows.spec
-    logits, tanh = _logits(states, tile, bias, spec)
-    column, inside = _label_columns(rows, chunk, start, len(tile))
-    grad = _exp_minus(logits, rows.log_sum_exp[chunk])
-    if spec.label_smoothing:
-        grad.sub_(spec.label_smoothing / spec.vocab)
-    # A label outside the tile writes back what it read, so no row has to be picked out on the host.
-    target = inside.to(grad.dtype).mul_(1.0 - spec.label_smoothing).unsqueeze(1)
-    grad.scatter_(1, column, grad.gather(1, column) - target)
-    if tanh is not None:
-        torch.ops.aten.tanh_backward.grad_input(grad, tanh, grad_input=grad)
-    factor = row_grad if spec.scale is None else row_grad * spec.scale
-    return grad.mul_(factor.unsqueeze(1)).to(states.dtype)
+    return ops.logit_gradient_(
+        functional.linear(states, tile, bias),
+        rows.labels[chunk],
+        start,
+        rows.log_sum_exp[chunk],
+        row_grad.contiguous(),
+        vocab=rows.spec.vocab,
+        label_smoothing=rows.spec.label_smoothing,
+        scale=rows.spec.scale,
+        softcap=rows.spec.softcap,
+        upcast_first=rows.spec.upcast_first,
+    )
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headrace.kernels.reference import add_rows_
+from headrace.kernels.triton.cross_entropy import fold_logits_, logit_gradient_
 from headrace.kernels.triton.gradients import accumulate_, accumulate_squares_, round_squares_, sum_squares
 from headrace.kernels.triton.updates import adamw_, join_master_, sgd_, split_master_
 
@@ -12,7 +13,9 @@ __all__ = [
     "accumulate_squares_",
     "adamw_",
     "add_rows_",
+    "fold_logits_",
     "join_master_",
+    "logit_gradient_",
     "round_squares_",
     "sgd_",
     "split_master_",

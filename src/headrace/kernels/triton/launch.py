@@ -1,4 +1,4 @@
-"""Starts a Triton program over a flat tensor, on its device and the current stream; nothing here waits for the GPU."""
+"""Starts a Triton program over a flat tensor or over rows, on its device and the current stream, without waiting."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ SUM_BLOCK = 4096  # elements of one program that adds squares; fixed, so that su
 
 def launch(program: Any, size: int, *arguments: Any, block: int = BLOCK, **constants: Any) -> None:
     """Run `program` over `size` elements. Raises BackendUnavailable when it cannot be compiled; nothing ran then."""
-    if size == 0:
-        return
-    device = next(argument.device for argument in arguments if isinstance(argument, Tensor))
-    try:
-        with torch.cuda.device(device):  # Triton launches on the current device, whatever its pointers say
-            program[(-(-size // block),)](*arguments, **constants, BLOCK=block, enable_fp_fusion=False)
-    except Exception as error:  # a missing C compiler, driver or feature: Triton has no common class for them
-        raise BackendUnavailable(f"Triton could not run {program.__name__}: {type(error).__name__}: {error}") from error
+    _start(program, (-(-size // block),), arguments, {**constants, "BLOCK": block, "enable_fp_fusion": False})
+
+
+def launch_rows(program: Any, grid: tuple[int, int], *arguments: Any, **constants: Any) -> None:
+    """Run `program` once for each (row, block of columns) of `grid`. Raises BackendUnavailable as `launch` does."""
+    _start(program, grid, arguments, constants)
 
 
 def launch_sums(program: Any, size: int, *arguments: Any, **constants: Any) -> Tensor:
@@ -40,3 +38,14 @@ def halves(weight: Tensor, low: Tensor | None) -> tuple[Tensor, Tensor]:
     """Master pointers of a program: bf16 as int16 beside the remainder, or the fp32 weight twice (one is unused)."""
     weight = weight.detach()
     return (weight, weight) if low is None else (weight.view(torch.int16), low)
+
+
+def _start(program: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    if 0 in grid:
+        return
+    device = next(argument.device for argument in arguments if isinstance(argument, Tensor))
+    try:
+        with torch.cuda.device(device):  # Triton launches on the current device, whatever its pointers say
+            program[grid](*arguments, **constants)
+    except Exception as error:  # a missing C compiler, driver or feature: Triton has no common class for them
+        raise BackendUnavailable(f"Triton could not run {program.__name__}: {type(error).__name__}: {error}") from error
