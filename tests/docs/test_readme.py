@@ -102,13 +102,16 @@ def test_quick_start_in_python_trains(folder: Path, monkeypatch: pytest.MonkeyPa
 def test_commands_run(folder: Path) -> None:
     """Each `headrace` line of the README, in order: it trains, samples, resumes and shows help."""
     ours = [command for command in COMMANDS if command.startswith("headrace ")]
-    assert {command.split()[1] for command in ours} == {"train", "sample", "verify"}
+    assert {command.split()[1] for command in ours} == {"train", "sample", "verify", "bench"}
     printed = {command: run_command(command, folder) for command in ours}
     assert (folder / "run" / "model.safetensors").exists() or list((folder / "run").glob("*.safetensors"))
     assert (folder / "from-file" / "config.json").exists()
     assert "--device-memory" in printed["headrace train --help"]
     verified = next(text for command, text in printed.items() if command.startswith("headrace verify"))
     assert "pass: float32, tolerance 1e-05, placements host pass, disk pass" in verified
+    benched = next(text for command, text in printed.items() if command.startswith("headrace bench"))
+    assert "4x128@1: 512 tokens a step" in benched and "4*4x128@1: 2048 tokens a step" in benched
+    assert "bounds the step; measured:" in benched
     assert "schedule  (linear | cosine | constant; default linear)" in printed["headrace train --list"]
 
 

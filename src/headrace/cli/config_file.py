@@ -68,7 +68,7 @@ def read_config(
     for argument, text, meant in strays(rest):
         given.problems.append((argument, text))
         given.unread |= {meant} if meant else set()
-    _take(given, dict(_explicit(flags, settings, given)))
+    _take(given, dict(explicit(flags, settings, given)))
     config, wrong = validated(given)
     if readable:  # else all that the file says would be reported as missing
         for name, text in broken_rules(config, wrong | given.unread):
@@ -143,7 +143,7 @@ def _constructed(node: yaml.Node) -> Any:
         loader.dispose()
 
 
-def _explicit(
+def explicit(
     flags: Mapping[str, Any], settings: Sequence[str], given: Given
 ) -> Iterator[tuple[Place, tuple[str, Any]]]:
     """(place, (flag, value)) of everything given on the command line, each option once."""

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from headrace import __version__
+from headrace.cli.bench import bench
 from headrace.cli.exits import told
 from headrace.cli.flags import with_config_flags
 from headrace.cli.verify import verify
@@ -94,6 +95,7 @@ def sample(
 
 
 app.command()(verify)
+app.command()(bench)
 
 
 def main() -> None:

@@ -111,9 +111,9 @@ def linear_seconds(
     rows: int, features_in: int, features_out: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[float, float]:
     """Seconds of a linear layer's (forward, backward) on x (rows, features_in): one matmul, and two for dx and dw."""
-    x = torch.randn(rows, features_in, device=device).to(dtype)
-    weight = torch.randn(features_out, features_in, device=device).to(dtype)
-    grad = torch.randn(rows, features_out, device=device).to(dtype)
+    x = torch.randn(rows, features_in, device=device, dtype=dtype)
+    weight = torch.randn(features_out, features_in, device=device, dtype=dtype)
+    grad = torch.randn(rows, features_out, device=device, dtype=dtype)
     forward = seconds_of(lambda: x @ weight.t(), device)
     return forward, seconds_of(lambda: grad @ weight, device) + seconds_of(lambda: grad.t() @ x, device)
 
@@ -124,10 +124,10 @@ def attention_seconds(
     """Seconds of causal attention's (forward, backward): torch's own, on `rows` rows of `sequence` tokens."""
 
     def drawn(count: int) -> Tensor:
-        return torch.randn(rows, count, sequence, head_dim, device=device).to(dtype).requires_grad_()
+        return torch.randn(rows, count, sequence, head_dim, device=device, dtype=dtype, requires_grad=True)
 
     query, key, value = drawn(heads), drawn(kv_heads), drawn(kv_heads)
-    grad = torch.randn(rows, heads, sequence, head_dim, device=device).to(dtype)
+    grad = torch.randn(rows, heads, sequence, head_dim, device=device, dtype=dtype)
 
     def forward() -> Tensor:
         attend = torch.nn.functional.scaled_dot_product_attention

@@ -1,0 +1,137 @@
+"""`headrace bench`: its flags. What they do is in the folder `benchmark`, most of which needs torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headrace.cli.exits import told
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be measured, as asked; see the flags."""
+
+    model: str
+    works: tuple[str, ...]
+    max_grad_norm: str
+    options: dict[str, Any]
+    """Options of `headrace.wrap` by name, None where not given."""
+    settings: tuple[str, ...]
+    layers: int | None
+    dtype: str
+    lr: float
+    steps: int
+    warm_up: int
+    rates: bool
+    as_json: bool
+    live: bool
+    timeout: float | None
+    trace: Path | None
+    against: str
+    peers: Path | None
+
+
+def bench(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A shape (tiny, q1.5b, q1.7b, q4b, q7b, q8b), whose weights are "
+                            "random, a model folder, or a config.json.")
+    ],
+    work: Annotated[
+        list[str] | None,
+        typer.Option(metavar="WORK", help="Tokens of a step, as ROWSxTOKENS or MICRO*ROWSxTOKENS, such as 16*8x1024 "
+                     "for 16 micro-batches of 8 rows of 1024 tokens; @NORM after it is its own clipping, as "
+                     "8x1024@1e-3 or 8x1024@none. May be repeated: one session does all that clip, another those that "
+                     "do not. "
+                     "8x1024 unless given.", show_default=False),
+    ] = None,
+    max_grad_norm: Annotated[
+        str, typer.Option(metavar="NORM", help="Clipping of each WORK that names none; none: no clipping, so that "
+                          "updates run inside the backward.")
+    ] = "1.0",
+    device: Annotated[str | None, typer.Option(metavar="NAME", help="cpu or cuda; a GPU if there is one.")] = None,
+    device_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Most device memory to use.")] = None,
+    host_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Most RAM to use.")] = None,
+    disk_dir: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Folder on a disk for what RAM does not hold.")
+    ] = None,
+    placement: Annotated[
+        str | None,
+        typer.Option(metavar="TIERS", help="auto, or a tier (device, host, disk) for weights and state, or one for "
+                     "each, as host,disk. auto unless given.", show_default=False),
+    ] = None,
+    window: Annotated[int | None, typer.Option(min=1, help="Blocks on the device at once; 3 unless given.")] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Rows that run through a block at once; all of a "
+                                             "micro-batch unless given.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the update on the host.")] = None,
+    update: Annotated[
+        str | None, typer.Option(metavar="WHERE", help="auto, host, device or both: where weights are updated whose "
+                                 "state is in RAM.")
+    ] = None,
+    recompute: Annotated[
+        bool | None, typer.Option("--recompute/--no-recompute", help="Recompute a block's activations in the backward. "
+                                  "On unless given.", show_default=False)
+    ] = None,
+    compiled: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", help="torch.compile the blocks. On for a GPU unless given.",
+                                  show_default=False)
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Any other option of headrace.wrap; may be repeated."),
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Only the first N layers.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32: type of the weights that compute.")] = "bfloat16",
+    lr: Annotated[float, typer.Option(min=0.0, help="Learning rate of AdamW.")] = 1e-5,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are measured.")] = 8,
+    warm_up: Annotated[int, typer.Option(min=1, help="Steps before them, of each WORK.")] = 2,
+    rates: Annotated[
+        bool, typer.Option("--rates/--no-rates", help="Measure each lane alone, for the roofline and the utilisation.")
+    ] = True,
+    against: Annotated[
+        str, typer.Option(metavar="NAMES", help="Other systems to run on the same work, each in a process of its own: "
+                          "any of torch, reach, deepspeed, fsdp2, trainstream, bitsandbytes, with commas.")
+    ] = "",
+    peers: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Their scripts; benchmarks/peers of the repository unless "
+                                  "given.", show_default=False)
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write when each op of the measured steps ran, one track per "
+                                  "lane, for ui.perfetto.dev; with several WORKs the file's name gets a number.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
+    live: Annotated[bool, typer.Option("--live", help="Print a JSON line for each step as it finishes.")] = False,
+    timeout: Annotated[
+        float | None, typer.Option(min=0.0, metavar="SECONDS", help="End in order by then, and report what there is.")
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:  # fmt: skip
+    """Measure training steps: seconds, tokens, what each lane does, and how far that is from what the machine can do.
+
+    Seconds per step are those of all steps that count and the wait for their last update, after the warm-up. The
+    roofline is what the busiest lane would take at the rate that it has alone on this machine, measured in the same
+    run.
+
+    Ctrl-C ends after the step in flight, and what was measured is reported. Exits with 0 when all was measured or the
+    time was up, 1 when a WORK failed or nothing was measured, 2 for mistakes in the configuration.
+    """
+    options = {
+        "device": device, "device_memory": device_memory, "host_memory": host_memory, "disk_dir": disk_dir,
+        "placement": placement, "window": window, "rows": rows, "threads": threads, "update": update,
+        "recompute": recompute, "compile": compiled,
+    }  # fmt: skip
+    with told(debug):
+        from headrace.cli.benchmark.run import run
+
+        code = run(
+            Request(
+                model, tuple(work or ("8x1024",)), max_grad_norm, options, tuple(settings or ()), layers, dtype, lr,
+                steps, warm_up, rates, as_json, live, timeout, trace, against, peers,
+            )
+        )  # fmt: skip
+    if code:
+        raise typer.Exit(code)

@@ -1,0 +1,133 @@
+"""The arithmetic of a training step: its FLOPs, and the time it takes at the rates of the device's own matmuls.
+
+What counts are the linear layers of the blocks, the head, and causal attention (half of the square). A training step of
+`n` tokens is 6 FLOPs for each weight and token, and three times the forward of attention; the recompute makes it 8 and
+four times, which the utilisation of the model's FLOPs leaves out. Looking up an embedding multiplies nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from headrace.cli.benchmark.work import Work
+from headrace.hardware.rates import attention_seconds, linear_seconds
+from headrace.model.blocks import find_blocks
+
+ENOUGH = 8192
+"""Tokens that a matmul is measured with at most: more are as many times slower."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Causal attention of all blocks."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def forward_flops(self, rows: int, sequence: int) -> int:
+        return 2 * self.layers * rows * self.heads * self.head_dim * sequence * sequence
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What a forward multiplies."""
+
+    linears: dict[tuple[int, int], int]
+    """(outputs, inputs) of the blocks' linear layers: how many there are."""
+    head: tuple[int, int] | None
+    """(words, hidden size) of the head."""
+    attention: Attention | None
+    unknown: str
+    """Why the FLOPs are not known; "" where they are."""
+
+    def __post_init__(self) -> None:
+        self._measured: dict[Any, tuple[float, float]]
+        object.__setattr__(self, "_measured", {})
+
+    @property
+    def weights(self) -> int:
+        """Weights that multiply each token."""
+        matrices = sum(out * columns * count for (out, columns), count in self.linears.items())
+        return matrices + (self.head[0] * self.head[1] if self.head else 0)
+
+    def model_flops(self, work: Work) -> float:
+        """Of one step, without recompute."""
+        attended = self.attention.forward_flops(work.rows, work.sequence) if self.attention else 0
+        return 6.0 * self.weights * work.tokens + 3.0 * work.micro_batches * attended
+
+    def seconds(
+        self, work: Work, rows: int, recompute: bool, dtype: torch.dtype, device: torch.device
+    ) -> tuple[float, float]:
+        """(seconds of a step's matmuls and attention, each measured alone; FLOPs a second of the matmuls).
+
+        `rows`: as many run through a block at once."""
+        tokens = min(rows, work.rows) * work.sequence
+        forwards, taken, spent, flops = 1 + recompute, 0.0, 0.0, 0.0
+        shapes: list[tuple[tuple[int, int], float, int]] = [(*each, forwards) for each in self.linears.items()]
+        if self.head:  # it always passes twice, a tile at a time: so many words are enough to measure
+            part = min(self.head[0], 1 << 14)
+            shapes.append(((part, self.head[1]), self.head[0] / part, 2))
+        for (out, columns), count, passes in shapes:
+            measured = min(tokens, ENOUGH)
+            forward, backward = self._linear(measured, columns, out, dtype, device)
+            times = count * work.tokens / measured
+            taken += times * (passes * forward + backward)
+            spent += times * (forward + backward)
+            flops += 6.0 * count * out * columns * work.tokens
+        if self.attention:
+            measured = max(1, min(rows, work.rows, ENOUGH // work.sequence))
+            forward, backward = self._attend(measured, work.sequence, dtype, device)
+            times = self.attention.layers * work.micro_batches * work.rows / measured
+            taken += times * (forwards * forward + backward)
+        return taken, flops / spent
+
+    def _linear(
+        self, tokens: int, columns: int, out: int, dtype: torch.dtype, device: torch.device
+    ) -> tuple[float, float]:
+        key = (tokens, columns, out)
+        if key not in self._measured:
+            self._measured[key] = linear_seconds(tokens, columns, out, dtype, device)
+        return self._measured[key]
+
+    def _attend(self, rows: int, sequence: int, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+        assert self.attention is not None
+        one, key = self.attention, ("attention", rows, sequence)
+        if key not in self._measured:
+            self._measured[key] = attention_seconds(
+                rows, one.heads, one.kv_heads, sequence, one.head_dim, dtype, device
+            )
+        return self._measured[key]
+
+
+def arithmetic_of(model: Any) -> Arithmetic:
+    """Of a transformers model, before or after it is wrapped: shapes are all that is read."""
+    blocks = [block for stack in find_blocks(model) for block in stack.blocks]
+    linears: Counter[tuple[int, int]] = Counter()
+    experts = ""
+    for block in blocks:
+        for module in block.modules():
+            weight = getattr(module, "weight", None)
+            if isinstance(module, nn.Linear):
+                linears[module.out_features, module.in_features] += 1
+            elif type(module).__name__ == "Conv1D" and weight is not None:
+                linears[weight.shape[1], weight.shape[0]] += 1
+        for name, parameter in block.named_parameters():
+            if parameter.dim() > 2:
+                experts = f"{name} has {parameter.dim()} dimensions: how many of its weights a token meets is not known"
+    config = model.config.get_text_config()
+    attention = None
+    heads = getattr(config, "num_attention_heads", None)
+    if isinstance(heads, int):
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        attention = Attention(len(blocks), heads, kv_heads, head_dim)
+    head = model.get_output_embeddings()
+    words = None if head is None else (int(head.weight.shape[0]), int(head.weight.shape[1]))
+    return Arithmetic(dict(linears), words, attention, experts)

@@ -1,0 +1,86 @@
+"""The report of `headrace bench` as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from headrace.base.units import format_bytes
+
+Found = Mapping[str, Any]
+_UNITS = {"B": ("GB", 1e9), "weights": ("million weights", 1e6), "FLOP": ("TFLOP", 1e12)}
+
+
+def told(report: Found) -> Iterator[str]:
+    """The lines."""
+    machine = report["machine"]
+    size = f", {report['parameters'] / 1e9:.3g} billion parameters" if "parameters" in report else ""
+    compiled = "compiled" if report["compile"] else "not compiled"
+    yield (f"{report['model']}{size}, {report['dtype']}, {compiled}, on {machine['device']}, {machine['cpus']} CPUs, "
+           f"torch {machine['torch']}, headrace {report['headrace']}")  # fmt: skip
+    for number, session in enumerate(report["sessions"], 1):
+        yield f"session {number}: opened in {session['opened']:.1f} s; {session['placement']}"
+    for work in report["works"]:
+        yield ""
+        yield from _work(work) if "seconds" in work else [f"{work['work']}: FAILED: {work['error']}"]
+        yield from (_peer(peer) for peer in report["against"] if peer.get("work") == work["work"])
+    missing = [peer for peer in report["against"] if "left_out" in peer]
+    yield from [""] * bool(missing)
+    yield from (f"{peer['system']} was left out: {peer['left_out']}" for peer in missing)
+    if report["ended"]:
+        yield f"\nended before all was measured: {report['ended']}"
+
+
+def _work(work: Found) -> Iterator[str]:
+    norm = work["max_grad_norm"]
+    clipping = "no clipping" if norm is None else f"clipping to {norm:g}"
+    yield f"{work['work']}: {work['tokens']} tokens a step, {clipping}"
+    yield (f"  {work['seconds']:.3f} s a step ({work['steps']} steps and the wait for the last update), "
+           f"{work['tokens_per_second']:,.0f} tokens/s")  # fmt: skip
+    if work["utilisation"] is not None:
+        yield (f"  {100 * work['utilisation']:.1f} % of the {work['matmul_rate'] / 1e12:.3g} TFLOP/s that its matmuls "
+               f"reach alone ({work['model_flops'] / 1e12:.3g} TFLOP a step: 6 for each weight and token, and causal "
+               "attention, without recompute)")  # fmt: skip
+    yield f"  compute idle for {100 * work['idle']:.1f} % of the time"
+    yield f"  {'lane':<9}{'busy':>9}{'share':>9}{'over the link':>16}{'updated':>18}"
+    for name, lane in work["lanes"].items():
+        moved = format_bytes(lane["nbytes"]) if lane["nbytes"] else "-"
+        updated = f"{lane['elements'] / 1e6:.1f} M" if lane["elements"] else "-"
+        yield f"  {name:<9}{lane['busy']:>7.3f} s{100 * lane['share']:>7.1f} %{moved:>16}{updated:>18}"
+    yield from _roofline(work)
+    peaks = work["peaks"]
+    card = f" (torch {format_bytes(peaks['device_reserved'])}"
+    card += "".join(
+        f", NVML's {what} {format_bytes(peaks[key])}"
+        for what, key in (("process", "device_process"), ("card", "device_card"))
+        if peaks[key]
+    )
+    yield f"  device peak {format_bytes(peaks['device'])}{card})"
+    within = "within" if peaks["host"] <= peaks["host_bound"] else "BEYOND"
+    yield f"  host peak {format_bytes(peaks['host'])}, {within} the bound of {format_bytes(peaks['host_bound'])}"
+    losses = work["losses"]
+    yield f"  loss {losses[0]:.4f} to {losses[-1]:.4f}, last gradient norm {work['grad_norm']:.4g}"
+    if work["trace"]:
+        yield f"  trace: {work['trace']}"
+
+
+def _roofline(work: Found) -> Iterator[str]:
+    if not work["roofline"]:
+        return
+    yield f"  {'roofline':<16}{'work of a step':>26}{'rate alone':>26}{'takes':>10}{'beside traffic':>16}"
+    for bound in work["roofline"]:
+        unit, scale = _UNITS[bound["unit"]]
+        beside = bound["seconds_beside"]
+        amount, rate = f"{bound['amount'] / scale:.4g} {unit}", f"{bound['rate'] / scale:.4g} {unit}/s"
+        last = f"{beside:>14.3f} s" if beside else f"{'-':>16}"
+        yield f"  {bound['name']:<16}{amount:>26}{rate:>26}{bound['seconds']:>8.3f} s{last}"
+    if work["largest"]:
+        yield f"  the {work['largest']} bounds the step; measured: {work['over']:.2f} times that"
+
+
+def _peer(peer: Found) -> str:
+    if "error" in peer:
+        return f"  against {peer['system']}: FAILED: {peer['error']}"
+    note = f" ({peer['note']})" if peer.get("note") else ""
+    return (f"  against {peer['system']}: {peer['seconds']:.3f} s a step, {peer['ratio']:.2f} times as long; device "
+            f"{format_bytes(peer['device_peak'])}, host {format_bytes(peer['host_peak'])}{note}")  # fmt: skip

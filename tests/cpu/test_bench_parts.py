@@ -1,0 +1,206 @@
+"""The parts of `headrace bench`: works, FLOPs against torch's own count, loads of lanes, plain PyTorch's numbers."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import tiny_checkpoints
+from headrace.cli.benchmark.arithmetic import arithmetic_of
+from headrace.cli.benchmark.roofline import Bound, Load, Moved, bounds, largest, loads
+from headrace.cli.benchmark.shapes import SHAPES, QuickWeights, build, config_of
+from headrace.cli.benchmark.work import Work, parse_norm, parse_work
+from headrace.executor.trace import Span
+from headrace.hardware import rates
+from headrace.hardware.used import device_used
+from headrace.schedule.op import Op
+from headrace.session.measuring import LaneRates
+from made_specs import made
+
+CPU = torch.device("cpu")
+SMALL = {"vocab_size": 257, "hidden_size": 64, "intermediate_size": 88, "head_dim": 16}
+
+
+def test_works_as_written() -> None:
+    assert parse_work("8x1024", 1.0) == Work(8, 1024, 1, 1.0)
+    assert parse_work("16*8x1024@1e-3", 1.0) == Work(8, 1024, 16, 1e-3)
+    assert parse_work(" 1 x 32768@none", 1.0) == Work(1, 32768, 1, None)
+    assert parse_work("16*8x1024", None).tokens == 131072
+    for text in ("16*8x1024@0.001", "1x32768@none", "8x1024@1e+09"):
+        work = parse_work(text, 1.0)
+        assert str(work) == text and parse_work(str(work), 5.0) == work
+    assert parse_norm("none") is None
+    for text in ("8", "x8", "8x", "8*8", "-1x8", "8x1024@", "8x1"):
+        with pytest.raises(ValueError, match=r"is not of the form|nothing to learn"):
+            parse_work(text, 1.0)
+    for text in ("0", "-1", "nan", "much"):
+        with pytest.raises(ValueError, match="no norm"):
+            parse_norm(text)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_flops_are_those_that_torch_counts(family: str) -> None:
+    """The forward's matmuls as torch counts them: its attention is the whole square, ours the causal half. The step is
+    three times the forward."""
+    model = tiny_checkpoints.build(family, attn_implementation="eager")
+    arithmetic = arithmetic_of(model)
+    ids = torch.randint(0, 99, (3, 16))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=ids)
+    attention = arithmetic.attention
+    assert attention is not None and not arithmetic.unknown
+    attended = attention.forward_flops(3, 16)
+    linear = 2 * arithmetic.weights * ids.numel()
+    rotary = counter.get_total_flops() - linear - 2 * attended
+    assert 0 <= rotary <= 0.01 * linear  # angles of positions, where there are any
+    work = Work(3, 16, 2, None)
+    assert arithmetic.model_flops(work) == 2 * 3 * (linear + attended)
+
+
+def test_flops_of_experts_are_not_guessed() -> None:
+    arithmetic = arithmetic_of(tiny_checkpoints.build("mixtral"))
+    assert "has 3 dimensions" in arithmetic.unknown
+
+
+def test_recompute_is_a_forward_more() -> None:
+    """Seconds at the rates measured alone: with recompute the blocks' forward twice, the head's always twice."""
+    arithmetic = arithmetic_of(tiny_checkpoints.build("llama"))
+    assert arithmetic.attention is not None
+    arithmetic._measured.update({(48, i, o): (1.0, 2.0) for o, i in [*arithmetic.linears, (99, 32)]})
+    arithmetic._measured["attention", 3, 16] = (0.5, 1.0)
+    blocks, layers = sum(arithmetic.linears.values()), 2
+    one = Work(3, 16, 1, None)
+    taken, rate = arithmetic.seconds(one, 8, True, torch.float32, CPU)
+    assert taken == pytest.approx(4 * blocks + 4 + 2 * layers)
+    assert rate == pytest.approx(6 * arithmetic.weights * 48 / (3 * (blocks + 1)))
+    taken, _ = arithmetic.seconds(Work(3, 16, 5, None), 8, False, torch.float32, CPU)
+    assert taken == pytest.approx(5 * (3 * blocks + 4 + 1.5 * layers))
+
+
+def test_shapes_have_the_sizes_they_are_named_for() -> None:
+    for name, (billions, layers) in {"q1.5b": (1.54, 28), "q4b": (4.02, 36), "q7b": (7.62, 28)}.items():
+        model = build(name, torch.bfloat16, None, 32768, CPU)
+        assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.01)
+        assert model.config.num_hidden_layers == layers and model.training
+    assert config_of("tiny", 2, 65536)["max_position_embeddings"] == 65536
+    assert {"tiny", "q8b"} < set(SHAPES)
+
+
+def test_quick_weights() -> None:
+    source = QuickWeights(CPU)
+    matrix, norm, bias = torch.empty(300, 70, dtype=torch.bfloat16), torch.empty(9), torch.empty(9)
+    source.read_into("a.weight", matrix)
+    source.read_into("input_layernorm.weight", norm)
+    source.read_into("q_proj.bias", bias)
+    assert matrix.float().std() == pytest.approx(0.02, rel=0.02) and matrix.float().mean().abs() < 1e-3
+    assert (norm == 1).all() and (bias == 0).all()
+
+
+def test_loads_and_bounds() -> None:
+    """What lanes did in two steps, by hand; the bound is the largest of what each takes alone."""
+    spec = made(2)
+
+    def span(verb: str, unit: int, lane: str, start: float, end: float, nbytes: int = 0) -> Span:
+        return Span(Op(0, verb, "-", unit, "-", lane), 0, "made", start, end, nbytes)
+
+    trained = [sum(entry.numel for entry in unit.trained.entries) for unit in spec.units]
+    found = loads([
+        span("LOAD", 0, "h2d", 0, 1, 100), span("LOAD", 1, "h2d", 1.5, 2, 50), span("FORWARD", 0, "compute", 1, 4),
+        span("UPDATE", 0, "host", 4, 5), span("UPDATE", 1, "device", 4, 6, 30), span("NORM", -1, "host", 3, 3.5),
+    ], spec, 2)  # fmt: skip
+    assert found["h2d"] == Load(0.75, 75.0) and found["compute"] == Load(1.5)
+    assert found["host"] == Load(0.75, 0.0, trained[0] / 2) and found["device"] == Load(1.0, 15.0, trained[1] / 2)
+    listed = bounds(
+        found,
+        Moved(300.0, 40.0, 0.0, 8.0),
+        LaneRates(up=100.0, down=100.0, both=120.0, host=1e9, write=4.0, link_beside=60.0),
+        Bound("compute", 5.0, "FLOP", 2.0),
+    )
+    assert {bound.name: bound.seconds for bound in listed} == pytest.approx({
+        "link up": 3.0, "link down": 0.4, "link both ways": 340 / 120, "host update": trained[0] / 2 / 1e9,
+        "disk write": 2.0, "compute": 2.5,
+    })  # fmt: skip
+    top = largest(listed)
+    assert top is not None and top.name == "link up" and largest([]) is None
+    assert next(bound.seconds_beside for bound in listed if bound.name == "link both ways") == pytest.approx(340 / 60)
+
+
+def test_rates_count_what_was_done() -> None:
+    pairs = [(torch.empty(1 << 20, dtype=torch.uint8), torch.ones(1 << 20, dtype=torch.uint8)) for _ in range(3)]
+    assert rates.copy_rate([pairs], CPU) > 0 and all((target == 1).all() for target, _ in pairs)
+    first, second = rates.balanced(pairs, pairs[:1])
+    assert (len(first), len(second)) == (3, 3)
+    first, second = rates.balanced(pairs[:1], pairs)
+    assert (len(first), len(second)) == (3, 3)
+    with rates.traffic([pairs, pairs[:1]], CPU) as copied:
+        while copied() < 10 << 20:
+            pass
+    total = copied()
+    assert total % (1 << 20) == 0 and total == copied()
+    assert rates.seconds_of(lambda: torch.ones(3).sum(), CPU) < 0.01
+    assert min(*rates.linear_seconds(7, 5, 3, torch.float32, CPU), *rates.attention_seconds(
+        2, 4, 2, 9, 8, torch.float32, CPU)[:1]) > 0  # fmt: skip
+    assert device_used(CPU) == (None, None)
+
+
+def test_what_copies_fails_loudly() -> None:
+    """A copy that cannot be made is no rate of zero seconds."""
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        rates.copy_rate([[(torch.empty(3), torch.empty(4))]], CPU)
+
+
+def test_plain_torch_trains_as_torch_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """In fp32, recomputed, with micro-batches and clipping: the losses of a loop written out. In bf16: those of fp32
+    masters, by hand, to within the rounding of the weights."""
+    folder = Path(__file__).resolve().parents[2] / "benchmarks" / "peers"
+    monkeypatch.syspath_prepend(str(folder))
+    (tmp_path / "config.json").write_text(json.dumps({**config_of("tiny"), **SMALL}))
+    flags = [f"--model={tmp_path}", "--layers=2", "--rows=1", "--sequence=12", "--micro-batches=2",
+             "--max-grad-norm=0.5", "--steps=4", "--warm-up=1", "--lr=1e-2", "--device=cpu"]  # fmt: skip
+    for dtype in ("float32", "bfloat16"):
+        monkeypatch.setattr(sys, "argv", ["plain_torch.py", *flags, f"--dtype={dtype}"])
+        runpy.run_path(str(folder / "plain_torch.py"))
+        printed = capsys.readouterr().out
+        losses = json.loads(printed[printed.index("RESULT ") + 7 :])["losses"]
+        tolerance = 1e-5 if dtype == "float32" else 1e-2
+        assert losses == pytest.approx(by_hand(getattr(torch, dtype)), rel=tolerance)
+
+
+def by_hand(dtype: torch.dtype) -> list[float]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**{**config_of("tiny", 2), **SMALL})
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    masters = [p.detach().float().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=1e-2)
+    ids = torch.randint(0, 257, (5, 2, 1, 12), generator=torch.Generator().manual_seed(1))
+    losses = []
+    for step in ids:
+        total = 0.0
+        for master in masters:
+            master.grad = torch.zeros_like(master)
+        for rows in step:
+            loss = model(input_ids=rows, labels=rows).loss / 2
+            loss.backward()
+            total += loss.item()
+            for master, weight in zip(masters, model.parameters(), strict=True):
+                assert master.grad is not None and weight.grad is not None
+                master.grad += weight.grad.float()
+                weight.grad = None
+        torch.nn.utils.clip_grad_norm_(masters, 0.5)
+        optimizer.step()
+        with torch.no_grad():
+            for master, weight in zip(masters, model.parameters(), strict=True):
+                weight.copy_(master)
+        losses.append(total)
+    return losses
