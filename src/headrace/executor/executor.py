@@ -233,11 +233,12 @@ class Walk:
         op = self._visits[self.position]
         if not self._executor.overlap:
             self._run_up_to(op.index)
-        stream = self._executor.stream()
+        # Rows that are not on the device are gathered by this thread: an update on the device must be over then.
+        stream = None if op.unit < 0 and op.place == "-" else self._executor.stream()
         for completion in [*(self.done[index] for index in op.after), *self._before[op.index]]:
             completion.wait(stream)
         if self._marks is not None:
-            self._marks[op.index].begin(stream)
+            self._marks[op.index].begin(self._executor.stream())
         return op
 
     def leave(self) -> None:

@@ -137,7 +137,8 @@ def forward(spec: ModelSpec, placement: Placement, visits: Sequence[Visit], slot
     for number, visit in enumerate(visits):
         later = units[number + 1 :]
         if visit.kind == ROWS:
-            build.add("FORWARD", "-", -1, "-", "compute", _rows_ready(spec, visit), [], number)
+            ready = [f"home:u{tile}" for tile in spec.matrices[visit.unit].tiles]
+            build.add("FORWARD", "-", -1, _rows_at(spec, placement, visit), "compute", ready, [], number)
             continue
         place, waits = build.bring(visit.unit, later)
         gives = [f"slot:{place}"] if place != "r" else []
@@ -147,8 +148,10 @@ def forward(spec: ModelSpec, placement: Placement, visits: Sequence[Visit], slot
     return Program("forward", tuple(build.ops), tuple(slots), tuple(build.slots))
 
 
-def _rows_ready(spec: ModelSpec, visit: Visit) -> list[str]:
-    return [f"home:u{tile}" for tile in spec.matrices[visit.unit].tiles]
+def _rows_at(spec: ModelSpec, placement: Placement, visit: Visit) -> str:
+    """Where the rows of a visit are gathered: in device memory, or by the CPU, which must see what the device wrote."""
+    streamed = any(placement.streams(tile) for tile in spec.matrices[visit.unit].tiles)
+    return "-" if streamed else "r"
 
 
 def backward(
@@ -176,7 +179,8 @@ def backward(
             tiles = spec.matrices[visit.unit].tiles
             trained = any(spec.units[tile].trained.entries for tile in tiles)
             waits = [f"{token}:u{tile}" for tile in tiles for token in ("home", "grads")]
-            build.add("BACKWARD", "-", -1, "-", "compute", waits, [f"backward:v{number}"], number)
+            where = _rows_at(spec, placement, visit)
+            build.add("BACKWARD", "-", -1, where, "compute", waits, [f"backward:v{number}"], number)
             if trained:
                 place, gives = f"m{visit.unit}", [f"grads:u{tile}" for tile in tiles]
                 build.add("SEND", "grads", -1, place, "d2h", [f"backward:v{number}"], [f"sent:v{number}"], number)
