@@ -80,6 +80,18 @@ def check_step(kernel: str, step: int) -> None:
         _refuse(kernel, "step", str(step), "1 or more: it counts the update being made")
 
 
+def check_log(kernel: str, weight: Tensor, log: Tensor, wanted: int) -> None:
+    """Raise OptionError unless `log` is `wanted` bytes of host memory, as the weight, from a multiple of 4 bytes on."""
+    for name, tensor in (("weight", weight), ("log", log)):
+        if tensor.device.type != "cpu":
+            _refuse(kernel, name, f"device {tensor.device}", "host memory: such updates are made there only")
+    if log.dtype != torch.uint8 or log.dim() != 1 or not log.is_contiguous() or log.numel() != wanted:
+        _refuse(kernel, "log", f"shape {tuple(log.shape)}, dtype {_short(log.dtype)}",
+                f"a flat contiguous uint8 tensor of {wanted:,} elements (adamw_log_bytes)")  # fmt: skip
+    if log.storage_offset() % 4:
+        _refuse(kernel, "log", f"a view from byte {log.storage_offset():,} on", "one from a multiple of 4 bytes on")
+
+
 def check_momentum(kernel: str, momentum: float, buffer: Tensor | None) -> None:
     """Raise OptionError unless there is a buffer exactly when there is momentum."""
     if (buffer is None) != (momentum == 0):

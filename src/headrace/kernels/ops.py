@@ -20,6 +20,7 @@ Raises OptionError (a ValueError) when sizes, dtypes, layouts or devices do not 
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,20 +30,29 @@ from headrace.kernels.checks import (
     FLOATS,
     SINGLE,
     check_flat,
+    check_log,
     check_logits,
     check_master,
     check_momentum,
     check_rows,
     check_step,
 )
-from headrace.kernels.scalars import adam_scalars, sgd_scalars
+from headrace.kernels.scalars import AdamOptions, AdamScalars, adam_scalars, sgd_scalars
 from headrace.kernels.threads import available_threads, set_threads
+from headrace.kernels.update_log import log_bytes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
     "PLAIN_LOGIT_BYTES",
     "accumulate_",
     "accumulate_squares_",
     "adamw_",
+    "adamw_finish_",
+    "adamw_log_bytes",
+    "adamw_logged_",
+    "adamw_undo_",
     "add_rows_",
     "available_threads",
     "backend_name",
@@ -89,19 +99,52 @@ def adamw_(
     Moves 26 bytes per element with low, a bf16 gradient and fp32 moments (read 14, write 12); 18 with bf16 moments.
     """
     check_step("adamw_", step)
-    check_flat(
-        "adamw_",
-        "weight",
-        {
-            "weight": (weight, check_master("adamw_", weight, low)),
-            "low": (low, (torch.int16,)),
-            "exp_avg": (exp_avg, FLOATS),
-            "exp_avg_sq": (exp_avg_sq, FLOATS),
-            "grad": (grad, FLOATS),
-        },
-    )
+    check_flat("adamw_", "weight", _adam_form("adamw_", weight, low, exp_avg, exp_avg_sq, grad, FLOATS))
     scalars = adam_scalars(lr, beta1, beta2, eps, weight_decay, step, grad_scale, decoupled, maximize)
     call("adamw_", weight.device, weight, low, exp_avg, exp_avg_sq, grad, scalars)
+
+
+def adamw_log_bytes(size: int) -> int:
+    """Bytes of the log of `adamw_logged_` for `size` elements: 3.57 each, and 578 at least."""
+    return log_bytes(size)
+
+
+def adamw_logged_(
+    weight: Tensor, low: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor,  # as in adamw_
+    log: Tensor,  # (adamw_log_bytes(n),) uint8, its content replaced
+    **options: Unpack[AdamOptions],
+) -> int:  # fmt: skip
+    """`adamw_` with fp32 moments in host memory, such that `adamw_undo_` can take it back; bits are those of `adamw_`.
+
+    Returns how many chunks (1024 elements, and what is left at the end) were not updated and wait for `adamw_finish_`:
+    those where a weight would become NaN, and those whose numbers follow too badly from the new ones. They are rare
+    once v has seen a few gradients, many where a gradient is a hundred times larger than before, and with beta1 = 0 or
+    beta2 = 0 all. Moves 32 bytes per element with low and a bf16 gradient (`adamw_` moves 26).
+    """
+    scalars = _checked_log("adamw_logged_", weight, low, exp_avg, exp_avg_sq, grad, log, options)
+    left: int = call("adamw_logged_", weight.device, weight, low, exp_avg, exp_avg_sq, grad, log, scalars)
+    return left
+
+
+def adamw_undo_(
+    weight: Tensor, low: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, log: Tensor,
+    **options: Unpack[AdamOptions],
+) -> None:  # fmt: skip
+    """Take an `adamw_logged_` back: every bit of weight, low and moments is what it was, also those of NaNs.
+
+    The tensors are as it left them (grad and log unchanged), the options the same; once, and not after `adamw_finish_`.
+    """
+    scalars = _checked_log("adamw_undo_", weight, low, exp_avg, exp_avg_sq, grad, log, options)
+    call("adamw_undo_", weight.device, weight, low, exp_avg, exp_avg_sq, grad, log, scalars)
+
+
+def adamw_finish_(
+    weight: Tensor, low: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, log: Tensor,
+    **options: Unpack[AdamOptions],
+) -> None:  # fmt: skip
+    """Update the chunks that `adamw_logged_` of the same options left: both together are one `adamw_`. Once."""
+    scalars = _checked_log("adamw_finish_", weight, low, exp_avg, exp_avg_sq, grad, log, options)
+    call("adamw_finish_", weight.device, weight, low, exp_avg, exp_avg_sq, grad, log, scalars)
 
 
 def sgd_(
@@ -274,6 +317,7 @@ def warm_up(
     split: bool = True,  # masters in two halves, or fp32 weights
     grad: torch.dtype = torch.bfloat16,
     moments: torch.dtype = torch.float32,
+    undo: bool = False,  # also the updates that can be taken back (CPU)
 ) -> str:
     """Compile the kernels that AdamW training of these dtypes uses, so that no step waits; returns the backend's name.
 
@@ -291,9 +335,35 @@ def warm_up(
         split_master_(weight, low, total)
         join_master_(total, weight, low)
     mean, square = (torch.zeros(1, dtype=moments, device=device) for _ in range(2))
-    adamw_(weight, low, mean, square, term, lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=1)
+    options: AdamOptions = {"lr": 0.0, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "step": 1}
+    adamw_(weight, low, mean, square, term, **options)
+    if undo:
+        log = torch.zeros(adamw_log_bytes(1), dtype=torch.uint8)
+        adamw_logged_(weight, low, mean, square, term, log, **options)
+        adamw_undo_(weight, low, mean, square, term, log, **options)
     return backend_name(device)
 
 
-def _split_form(hi: Tensor, low: Tensor, master: Tensor) -> dict[str, tuple[Tensor | None, tuple[torch.dtype, ...]]]:
+_Form = dict[str, tuple[Tensor | None, tuple[torch.dtype, ...]]]
+
+
+def _adam_form(
+    kernel: str, weight: Tensor, low: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor,
+    moments: tuple[torch.dtype, ...],
+) -> _Form:  # fmt: skip
+    master = {"weight": (weight, check_master(kernel, weight, low)), "low": (low, (torch.int16,))}
+    return {**master, "exp_avg": (exp_avg, moments), "exp_avg_sq": (exp_avg_sq, moments), "grad": (grad, FLOATS)}
+
+
+def _checked_log(
+    kernel: str, weight: Tensor, low: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, log: Tensor,
+    options: AdamOptions,
+) -> AdamScalars:  # fmt: skip
+    check_step(kernel, options["step"])
+    check_flat(kernel, "weight", _adam_form(kernel, weight, low, exp_avg, exp_avg_sq, grad, SINGLE))
+    check_log(kernel, weight, log, log_bytes(weight.numel()))
+    return adam_scalars(**options)
+
+
+def _split_form(hi: Tensor, low: Tensor, master: Tensor) -> _Form:
     return {"hi": (hi, (torch.bfloat16,)), "low": (low, (torch.int16,)), "master": (master, SINGLE)}

@@ -3,7 +3,26 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
+
+
+class AdamSettings(TypedDict):
+    """What `adam_scalars` must be told."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+
+
+class AdamOptions(AdamSettings, total=False):
+    """What `adam_scalars` takes, as keywords."""
+
+    grad_scale: float
+    decoupled: bool
+    maximize: bool
 
 
 class AdamScalars(NamedTuple):
@@ -28,6 +47,14 @@ class AdamScalars(NamedTuple):
     """lr / (1 - beta1 ** step)."""
 
 
+class InverseScalars(NamedTuple):
+    """One over some of AdamScalars, infinite for 0: what takes an update back."""
+
+    beta1: float
+    beta2: float
+    decay: float
+
+
 class SgdScalars(NamedTuple):
     """Scalars of one SGD update; kernels round each number to fp32."""
 
@@ -46,7 +73,7 @@ class SgdScalars(NamedTuple):
 
 def adam_scalars(
     lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int,
-    grad_scale: float, decoupled: bool, maximize: bool,
+    grad_scale: float = 1.0, decoupled: bool = True, maximize: bool = False,
 ) -> AdamScalars:  # fmt: skip
     """Bias corrections of update number `step` (1-based) and everything else that does not depend on the element."""
     lr, beta1, beta2, weight_decay = float(lr), float(beta1), float(beta2), float(weight_decay)
@@ -62,6 +89,11 @@ def adam_scalars(
         eps=float(eps),
         step_size=lr / (1.0 - beta1**step),
     )
+
+
+def inverse_scalars(scalars: AdamScalars) -> InverseScalars:
+    """The factors that undo those of `scalars`, but for rounding."""
+    return InverseScalars(*(1.0 / x if x else math.inf for x in (scalars.beta1, scalars.beta2, scalars.decay)))
 
 
 def sgd_scalars(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headrace.kernels.numba.gradients import accumulate_, accumulate_squares_, round_squares_, sum_squares
+from headrace.kernels.numba.undo import adamw_finish_, adamw_logged_, adamw_undo_
 from headrace.kernels.numba.updates import adamw_, add_rows_, join_master_, sgd_, split_master_
 from headrace.kernels.reference import fold_logits_, logit_gradient_
 
@@ -11,6 +12,9 @@ __all__ = [
     "accumulate_",
     "accumulate_squares_",
     "adamw_",
+    "adamw_finish_",
+    "adamw_logged_",
+    "adamw_undo_",
     "add_rows_",
     "fold_logits_",
     "join_master_",

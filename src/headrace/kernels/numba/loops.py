@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 from numba import prange, types
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic, overload, register_jitable
 
 CHUNK = 65536  # elements whose squares one thread adds up; fixed, so that sums do not depend on the number of threads
 
@@ -72,50 +72,46 @@ def _compile_narrow(number, like):
     return round_to_bf16
 
 
+@register_jitable
 def joined(high, low):
     """fp32 master of a bf16 pattern (uint16) and its remainder (int16)."""
-    raise NotImplementedError("compiled code only")
+    return number_of((np.uint32(high) << np.uint32(16)) + np.uint32(np.int32(low)))
 
 
-@overload(joined)
-def _compile_joined(high, low):
-    return lambda high, low: number_of((np.uint32(high) << np.uint32(16)) + np.uint32(np.int32(low)))
-
-
+@register_jitable
 def halves(number):
     """bf16 pattern and remainder of an fp32 master. A NaN is made 0x7FC00000: 0x7FFFFFFF would round to minus zero."""
-    raise NotImplementedError("compiled code only")
+    bits = bits_of(number) if number == number else np.uint32(0x7FC00000)
+    return np.uint16((bits + np.uint32(0x8000)) >> np.uint32(16)), np.int16(bits & np.uint32(0xFFFF))
 
 
-@overload(halves)
-def _compile_halves(number):
-    def split(number):
-        bits = bits_of(number) if number == number else np.uint32(0x7FC00000)
-        return np.uint16((bits + np.uint32(0x8000)) >> np.uint32(16)), np.int16(bits & np.uint32(0xFFFF))
-
-    return split
+@register_jitable
+def decayed(gradient, master, grad_scale, l2):
+    """Gradient of one element after scaling and weight decay, in fp32."""
+    scaled = gradient * grad_scale
+    return scaled + master * l2 if l2 != np.float32(0) else scaled
 
 
+@register_jitable
+def moments(mean, square, g, beta1, beta2, share1, share2):
+    """New mean and mean square of one element, in fp32."""
+    # The two forms of lerp that torch has: each is exact at its own end (beta1 = 1, beta1 = 0).
+    m = mean + (g - mean) * share1 if share1 < np.float32(0.5) else g - (g - mean) * beta1
+    return m, square * beta2 + (g * share2) * g
+
+
+@register_jitable
+def movement(m, v, inverse_root, eps, step_size):
+    """What the new moments take from the master of one element, in fp32."""
+    return (m * step_size) / (np.sqrt(v) * inverse_root + eps)
+
+
+@register_jitable
 def adam_step(master, mean, square, gradient, grad_scale, l2, decay, beta1, beta2, share1, share2, inverse_root, eps,
               step_size):  # fmt: skip
     """New master, mean and mean square of one element, in fp32."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(adam_step)
-def _compile_adam_step(master, mean, square, gradient, grad_scale, l2, decay, beta1, beta2, share1, share2,
-                       inverse_root, eps, step_size):  # fmt: skip
-    def step(master, mean, square, gradient, grad_scale, l2, decay, beta1, beta2, share1, share2, inverse_root, eps,
-             step_size):  # fmt: skip
-        scaled = gradient * grad_scale
-        g = scaled + master * l2 if l2 != np.float32(0) else scaled
-        # The two forms of lerp that torch has: each is exact at its own end (beta1 = 1, beta1 = 0).
-        m = mean + (g - mean) * share1 if share1 < np.float32(0.5) else g - (g - mean) * beta1
-        v = square * beta2 + (g * share2) * g
-        denominator = np.sqrt(v) * inverse_root + eps
-        return master * decay - (m * step_size) / denominator, m, v
-
-    return step
+    m, v = moments(mean, square, decayed(gradient, master, grad_scale, l2), beta1, beta2, share1, share2)
+    return master * decay - movement(m, v, inverse_root, eps, step_size), m, v
 
 
 def adamw_split(weight, low, exp_avg, exp_avg_sq, grad, grad_scale, l2, decay, beta1, beta2, share1, share2,
@@ -138,31 +134,10 @@ def adamw_whole(weight, exp_avg, exp_avg_sq, grad, grad_scale, l2, decay, beta1,
         exp_avg_sq[i] = narrow(v, exp_avg_sq[i])
 
 
+@register_jitable
 def velocity_step(velocity, gradient, momentum, share, first):
     """New momentum of one element, in fp32."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(velocity_step)
-def _compile_velocity_step(velocity, gradient, momentum, share, first):
-    def step(velocity, gradient, momentum, share, first):
-        return gradient if first else velocity * momentum + gradient * share
-
-    return step
-
-
-def decayed(gradient, master, grad_scale, l2):
-    """Gradient of one element after scaling and weight decay, in fp32."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(decayed)
-def _compile_decayed(gradient, master, grad_scale, l2):
-    def step(gradient, master, grad_scale, l2):
-        scaled = gradient * grad_scale
-        return scaled + master * l2 if l2 != np.float32(0) else scaled
-
-    return step
+    return gradient if first else velocity * momentum + gradient * share
 
 
 def sgd_split(weight, low, grad, grad_scale, l2, lr):
@@ -266,3 +241,121 @@ def round_squares(out, total, sums):
             value = widen(element)
             sum_of_chunk += np.float64(value) * np.float64(value)
         sums[c] = sum_of_chunk
+
+
+# The rest keeps or uses the log of an AdamW update (see `headrace.kernels.update_log`). Arrays are indexed as a whole,
+# without slices, and by unsigned numbers: so LLVM knows that none overlap and that no index is negative. A strand is
+# the share of one thread, with memory of its own for the bits of a chunk (old) and for where the log is too narrow.
+
+
+def master_bits(weight, low, i):
+    """uint32 pattern of a master, split or whole (then `low` is empty)."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(master_bits)
+def _compile_master_bits(weight, low, i):
+    if weight.dtype == types.uint16:
+        return lambda weight, low, i: (np.uint32(weight[i]) << np.uint32(16)) + np.uint32(np.int32(low[i]))
+    return lambda weight, low, i: bits_of(weight[i])
+
+
+def put_master(weight, low, i, bits):
+    """Store the uint32 pattern of a master, split or whole; also that of a NaN."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(put_master)
+def _compile_put_master(weight, low, i, bits):
+    def put_whole(weight, low, i, bits):
+        weight[i] = number_of(bits)
+
+    def put_split(weight, low, i, bits):
+        weight[i] = np.uint16((bits + np.uint32(0x8000)) >> np.uint32(16))
+        low[i] = np.int16(bits & np.uint32(0xFFFF))
+
+    return put_split if weight.dtype == types.uint16 else put_whole
+
+
+@register_jitable
+def prior_moments(m, v, g, share1, share2, inverse1, inverse2):
+    """Patterns of mean and mean square before an update, but for the last places; exactly 0 where they were 0."""
+    other = g - (g - m) * inverse1
+    other = other if abs(other) > abs(g) * np.float32(2.0**-20) else np.float32(0)
+    mean = (m - g * share1) * inverse1 if share1 < np.float32(0.5) else other
+    return bits_of(mean), bits_of((v - (g * share2) * g) * inverse2)
+
+
+@register_jitable
+def too_wide(difference):
+    """Whether a difference of patterns (uint32, modulo 2**32) does not fit 8 bits."""
+    return np.uint32(difference + np.uint32(128)) > np.uint32(255)
+
+
+def adamw_logged(weight, low, exp_avg, exp_avg_sq, grad, values, codes, counts, log0, log1, log2, old0, old1, old2,
+                 marks, left, scalars):  # fmt: skip
+    for t in prange(marks.shape[0]):
+        (grad_scale, l2, decay, beta1, beta2, share1, share2, inverse_root, eps, step_size, inverse1, inverse2,
+         inverse_decay) = scalars  # fmt: skip
+        size, capacity = marks.shape[1], values.shape[1]
+        for c in range(counts.shape[0] * t // marks.shape[0], counts.shape[0] * (t + 1) // marks.shape[0]):
+            first, last = np.uint64(c * size), np.uint64(min((c + 1) * size, grad.shape[0]))
+            broken, count = False, 0
+            for e in range(first, last):
+                i, mean, square, bits = e - first, exp_avg[e], exp_avg_sq[e], master_bits(weight, low, e)
+                g = decayed(widen(grad[e]), number_of(bits), grad_scale, l2)
+                m, v = moments(mean, square, g, beta1, beta2, share1, share2)
+                moved = movement(m, v, inverse_root, eps, step_size)
+                new = number_of(bits) * decay - moved
+                prior0, prior1 = prior_moments(m, v, g, share1, share2, inverse1, inverse2)
+                d0, d1 = np.uint32(bits_of(mean) - prior0), np.uint32(bits_of(square) - prior1)
+                d2 = np.uint32(bits - bits_of((new + moved) * inverse_decay))
+                marks[t, i] = too_wide(d0) + 2 * too_wide(d1) + 4 * too_wide(d2)
+                log0[e], log1[e], log2[e] = np.int8(d0), np.int8(d1), np.int8(d2)
+                old0[t, i], old1[t, i], old2[t, i] = bits_of(mean), bits_of(square), bits
+                exp_avg[e], exp_avg_sq[e] = m, v
+                put_master(weight, low, e, bits_of(new))
+                broken |= new != new
+            for start in range(np.uint64(0), last - first, np.uint64(64)):
+                marked = np.uint8(0)
+                for i in range(np.uint64(64)):
+                    marked |= marks[t, start + i]
+                if marked:
+                    for code in range(np.uint64(3) * start, np.uint64(3) * min(start + np.uint64(64), last - first)):
+                        i, which = code // np.uint64(3), code % np.uint64(3)
+                        if (marks[t, i] >> which) & 1:
+                            if count < capacity:
+                                codes[c, count] = code
+                                values[c, count] = (old0, old1, old2)[which][t, i]
+                            count += 1
+            counts[c] = count
+            if broken or count > capacity:
+                counts[c] = left
+                for e in range(first, last):
+                    exp_avg[e], exp_avg_sq[e] = number_of(old0[t, e - first]), number_of(old1[t, e - first])
+                    put_master(weight, low, e, old2[t, e - first])
+
+
+def adamw_undo(weight, low, exp_avg, exp_avg_sq, grad, values, codes, counts, log0, log1, log2, size, left, scalars):
+    for c in prange(counts.shape[0]):
+        (grad_scale, l2, _, _, _, share1, share2, inverse_root, eps, step_size, inverse1, inverse2,
+         inverse_decay) = scalars  # fmt: skip
+        first, last = np.uint64(c * size), np.uint64(min((c + 1) * size, grad.shape[0]))
+        if counts[c] != left:
+            for e in range(first, last):
+                master = number_of(master_bits(weight, low, e)) + movement(exp_avg[e], exp_avg_sq[e], inverse_root, eps,
+                                                                           step_size)  # fmt: skip
+                put_master(weight, low, e, np.uint32(bits_of(master * inverse_decay) + np.uint32(log2[e])))
+            for k in range(counts[c]):
+                if codes[c, k] % 3 == 2:
+                    put_master(weight, low, first + np.uint64(codes[c, k] // 3), values[c, k])
+            for e in range(first, last):  # Adam's gradient holds a share of the old master: it must be there by now
+                g = decayed(widen(grad[e]), number_of(master_bits(weight, low, e)), grad_scale, l2)
+                prior0, prior1 = prior_moments(exp_avg[e], exp_avg_sq[e], g, share1, share2, inverse1, inverse2)
+                exp_avg[e] = number_of(np.uint32(prior0 + np.uint32(log0[e])))
+                exp_avg_sq[e] = number_of(np.uint32(prior1 + np.uint32(log1[e])))
+            for k in range(counts[c]):
+                if codes[c, k] % 3 == 0:
+                    exp_avg[first + np.uint64(codes[c, k] // 3)] = number_of(values[c, k])
+                elif codes[c, k] % 3 == 1:
+                    exp_avg_sq[first + np.uint64(codes[c, k] // 3)] = number_of(values[c, k])
