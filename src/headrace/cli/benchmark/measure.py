@@ -48,16 +48,15 @@ class Bench:
         clip(session, work.max_grad_norm)
         batches = self._batches(work)
         _forget_peaks(device)
-        start = time.perf_counter()
-        losses = []
-        for number in range(self.warm_up):
+        losses, first = [], 0.0
+        for number, batch in enumerate(batches[: self.warm_up]):
             if self.stopped():
                 return None
             began = time.perf_counter()
-            losses.append(float(self._step(batches[number])))
+            losses.append(float(self._step(batch)))
+            first = first or time.perf_counter() - began
             self.tell(work, number + 1, time.perf_counter() - began, warm_up=True)
         session.wait()
-        first = time.perf_counter() - start
         before = session.memory_report()
         with session.record_trace() as recorded:
             begin = time.perf_counter()
@@ -84,10 +83,11 @@ class Bench:
         per_step = wall / len(seconds)
         return {
             "work": str(work), **asdict(work), "tokens": work.tokens, "steps": len(seconds), "seconds": per_step,
-            "warm_up_seconds": first, "step_seconds": seconds, "tokens_per_second": work.tokens / per_step,
+            "first_step_seconds": first, "step_seconds": seconds, "tokens_per_second": work.tokens / per_step,
             "idle": 1.0 - found["compute"].busy / per_step,
             "lanes": {lane: {**asdict(load), "share": load.busy / per_step} for lane, load in sorted(found.items())},
-            "moved": asdict(moved), "memory": {tier: after[tier] for tier in ("device", "host", "disk")}, "peaks": self._peaks(work, after), "grad_norm": session.last_grad_norm,
+            "moved": asdict(moved), "memory": {tier: after[tier] for tier in ("device", "host", "disk")},
+            "peaks": self._peaks(work, after), "grad_norm": session.last_grad_norm,
             "losses": [float(loss) for loss in losses], "trace": None if trace is None else str(trace),
             **self._roofline(work, per_step, found, moved),
         }  # fmt: skip

@@ -194,5 +194,5 @@ def _refuse_long(model: Any, longest: int) -> None:
 
 def _machine(device: torch.device) -> dict[str, Any]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    return {"device": name, "cpus": available_threads(), "torch": torch.__version__,
+    return {"device": name, "kind": device.type, "cpus": available_threads(), "torch": torch.__version__,
             "python": platform.python_version()}  # fmt: skip

@@ -22,7 +22,10 @@ def told(report: Found) -> Iterator[str]:
         yield f"session {number}: opened in {session['opened']:.1f} s; {session['placement']}"
     for work in report["works"]:
         yield ""
-        yield from _work(work) if "seconds" in work else [f"{work['work']}: FAILED: {work['error']}"]
+        if "error" in work:
+            yield f"{work['work']}: FAILED: {work['error']}"
+            continue
+        yield from _work(work, machine["kind"] == "cuda")
         yield from (_peer(peer) for peer in report["against"] if peer.get("work") == work["work"])
     missing = [peer for peer in report["against"] if "left_out" in peer]
     yield from [""] * bool(missing)
@@ -31,7 +34,7 @@ def told(report: Found) -> Iterator[str]:
         yield f"\nended before all was measured: {report['ended']}"
 
 
-def _work(work: Found) -> Iterator[str]:
+def _work(work: Found, gpu: bool) -> Iterator[str]:
     norm = work["max_grad_norm"]
     clipping = "no clipping" if norm is None else f"clipping to {norm:g}"
     yield f"{work['work']}: {work['tokens']} tokens a step, {clipping}"
@@ -41,7 +44,8 @@ def _work(work: Found) -> Iterator[str]:
         yield (f"  {100 * work['utilisation']:.1f} % of the {work['matmul_rate'] / 1e12:.3g} TFLOP/s that its matmuls "
                f"reach alone ({work['model_flops'] / 1e12:.3g} TFLOP a step: 6 for each weight and token, and causal "
                "attention, without recompute)")  # fmt: skip
-    yield f"  compute idle for {100 * work['idle']:.1f} % of the time"
+    yield (f"  the compute lane{' of the GPU' if gpu else ''} is idle for {100 * work['idle']:.1f} % of the time; the "
+           f"first step took {work['first_step_seconds']:.1f} s")  # fmt: skip
     yield f"  {'lane':<9}{'busy':>9}{'share':>9}{'over the link':>16}{'updated':>18}"
     for name, lane in work["lanes"].items():
         moved = format_bytes(lane["nbytes"]) if lane["nbytes"] else "-"
