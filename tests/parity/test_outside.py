@@ -107,21 +107,43 @@ SINGLE: dict[str, Callable[[Tensor, Any], Any]] = {
 }
 
 
+_BACKWARD = torch.autograd.backward
+
+
+@functools.wraps(_BACKWARD)
 def _asks_no_classes(*args: Any, **kwargs: Any) -> None:
     """What a backward of torch 2.9 does with `inputs`: it hands them to the engine."""
     with torch._C.DisableTorchFunctionSubclass():
         _BACKWARD(*args, **kwargs)
 
 
-_BACKWARD = torch.autograd.backward
+@functools.wraps(_BACKWARD)
+def _walks_inputs(
+    tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, create_graph: bool = False,
+    grad_variables: Any = None, inputs: Any = None,
+) -> Any:  # fmt: skip
+    """What a backward of torch 2.11 does: it asks the classes of `inputs`, and hands on what it has walked."""
+    walked = () if inputs is None else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    if inputs is not None and not walked:
+        raise RuntimeError("`inputs` argument to `backward()` cannot be empty.")
+    rest = {"grad_tensors": grad_tensors, "retain_graph": retain_graph, "create_graph": create_graph}
+    if torch.overrides.has_torch_function(walked):
+        return torch.overrides.handle_torch_function(_walks_inputs, walked, tensors, **rest, inputs=inputs)
+    return _BACKWARD(tensors, **rest, inputs=walked if walked else None)
 
 
-@pytest.mark.parametrize("old", [False, True], ids=["torch", "old torch"])
+BACKWARDS = {"torch": None, "2.9": _asks_no_classes, "2.11": _walks_inputs}
+
+
+@pytest.mark.parametrize("version", BACKWARDS)
 @pytest.mark.parametrize("ask", SINGLE)
-def test_gradients_asked_of_single_weights(ask: str, old: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_asked_of_single_weights(
+    ask: str, version: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of weights that stream they are refused in words, and nothing is lost; of others they are plain PyTorch's."""
-    if old:
-        monkeypatch.setattr(torch.autograd, "backward", _asks_no_classes)
+    other = BACKWARDS[version]
+    if other is not None:
+        monkeypatch.setattr(torch.autograd, "backward", other)
         monkeypatch.setattr(parked, "watch_inputs", functools.cache(parked.watch_inputs.__wrapped__))
         monkeypatch.setattr(install, "watch_inputs", parked.watch_inputs)
     plain, ids = toy().to(device), batch().to(device)
@@ -146,7 +168,7 @@ def test_gradients_asked_of_single_weights(ask: str, old: bool, device: str, mon
 
 
 def test_a_model_that_calls_parts_of_its_blocks_is_refused(device: str) -> None:
-    """Their weights are not on the device then. The block's class is named."""
+    """Their weights have no gradient there. The block's class is named."""
 
     class Parts(Toy):
         def forward(self, ids: Tensor) -> Tensor:
@@ -158,6 +180,26 @@ def test_a_model_that_calls_parts_of_its_blocks_is_refused(device: str) -> None:
         pytest.raises(StepError, match=r"weight blocks\.1\.up\.\w+ of Block"),
     ):
         toy_loss(ours, batch().to(device)).backward()
+
+
+def test_weights_meet_tensors_of_the_device_that_they_name(device: str) -> None:
+    """Outside their blocks, read and written without gradients."""
+    plain = toy().to(device)
+    with streamed(plain, device=device) as (ours, _):
+        results = []
+        for side in (plain, ours):
+            weight, up = side.blocks[1].up.weight, side.blocks[1].up
+            torch.manual_seed(1)
+            noise = torch.randn(weight.shape).to(weight.device)
+            with torch.no_grad():
+                weight.add_(noise, alpha=0.1)
+                weight.mul_(0.5)
+                results.append(up(torch.ones(3, weight.shape[1], device=device)))
+        want, got = results
+        assert got.device == want.device and distance(got, want) < 1e-6
+        toy_loss(plain, batch().to(device)).backward()
+        toy_loss(ours, batch().to(device)).backward()
+        assert_close(gradients(ours), gradients(plain))
 
 
 def test_a_weight_that_a_block_takes_from_elsewhere_is_refused(device: str) -> None:
@@ -175,6 +217,34 @@ def test_a_weight_that_a_block_takes_from_elsewhere_is_refused(device: str) -> N
     with pytest.raises(StepError, match=r"blocks\.\d uses the weight head\.weight, which is no part of it"):
         toy_loss(wrapped, batch().to(device)).backward()
     headrace.session(wrapped).close()
+
+
+class Looks(Block):
+    """Looks at what its weight shows as gradient, as torch.compile does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        SEEN.append(self.up.weight.grad)
+        return super().forward(x)
+
+
+SEEN: list[Tensor | None] = []
+
+
+def test_gradients_are_shown_outside_blocks_only(device: str) -> None:
+    """They may lie on another device than the weight does inside: torch.compile would not copy such a parameter."""
+    plain = toy(blocks=[Looks(20, 27) for _ in range(3)]).to(device)
+    with streamed(plain, device=device) as (ours, _):
+        toy_loss(ours, batch().to(device)).backward()
+        shown = ours.blocks[0].up.weight.grad
+        SEEN.clear()
+        loss = toy_loss(ours, batch(seed=1).to(device))
+        assert SEEN == [None] * 3 and ours.blocks[0].up.weight.grad is shown
+        loss.backward()
+        assert SEEN == [None] * 6
+        for seed in range(2):
+            toy_loss(plain, batch(seed=seed).to(device)).backward()
+        assert_close(gradients(ours), gradients(plain))
+        assert distance(ours.blocks[0].up.weight.grad, plain.blocks[0].up.weight.grad) < 1e-6
 
 
 class Keeper(Block):
@@ -262,7 +332,7 @@ def test_a_reentrant_checkpoint_inside_a_block_is_refused_in_words(device: str) 
     model = Toy([Checked(20, 27) for _ in range(3)])
     with (
         streamed(model, device=device) as (ours, _),
-        pytest.raises(StepError, match=r"blocks\.2 holds a checkpoint with use_reentrant"),
+        pytest.raises(StepError, match=r"blocks\.\d holds a checkpoint with use_reentrant"),
     ):
         toy_loss(ours, batch().to(device)).backward()
     trains_alike(model, device, recompute=False)

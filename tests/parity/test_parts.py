@@ -107,7 +107,7 @@ def test_frozen_prefix_is_not_run_backward(device: str) -> None:
     runs = [0] * len(model.model.layers)
     for index, layer in enumerate(model.model.layers):
         layer.mlp.register_forward_hook(lambda *_, index=index: runs.__setitem__(index, runs[index] + 1))
-    with compare_training(plain, model, {}, steps=1):
+    with compare_training(plain, model, {"check_memory": False}, steps=1):
         assert runs == [1, 1, 2]
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -103,6 +104,7 @@ def whole_value(parameter: Any) -> Tensor | None:
 
 
 _INSIDE = threading.local()
+_ASKING = (torch.autograd.grad, torch.autograd.backward)
 _NO_WRITES = ("requires_grad_", "share_memory_")
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 _AUGMENTED = {"add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"}
@@ -187,7 +189,7 @@ class Parked(nn.Parameter):
         kwargs = kwargs or {}
         first = args[0] if args else None
         name = getattr(func, "__name__", "")
-        if func is torch.autograd.grad or func is torch.autograd.backward:
+        if func in _ASKING:
             refuse_single(kwargs.get("inputs", args[1:2]))
         if name in ("__repr__", "__format__", "__str__"):
             with torch.no_grad():
@@ -217,14 +219,18 @@ class Parked(nn.Parameter):
             if writes(func, kwargs) and kwargs.get("out") is None:
                 if torch.is_grad_enabled() and first.requires_grad:
                     raise RuntimeError("a leaf parameter that requires grad is written in place; use torch.no_grad()")
-                func(_value(first), *_with_values(args[1:]), **_with_values(kwargs))
+                value = _near(_value(first), first, near := _devices((args, kwargs)))
+                func(value, *_with_values(args[1:], near), **_with_values(kwargs, near))
+                if not isinstance(value, WeightValue):
+                    first._headrace_home.write(first, value)
                 return first
         if writes(func, kwargs):  # torch._foreach_mul_([...]), torch.nn.init and the like
             if not args:
                 return func(**_with_values(kwargs, keep=True))
             args = (_with_values(args[0], keep=kwargs.get("out") is None), *_with_values(args[1:]))
             return func(*args, **_with_values(kwargs))
-        return func(*_with_values(args), **_with_values(kwargs))
+        near = _devices((args, kwargs))
+        return func(*_with_values(args, near), **_with_values(kwargs, near))
 
     def __deepcopy__(self, memo: Any) -> nn.Parameter:
         copy = nn.Parameter(self._headrace_home.read(self), self.requires_grad)
@@ -240,12 +246,25 @@ def _value(parameter: Parked) -> WeightValue:
     return WeightValue.of(value, value, parameter)
 
 
-def _with_values(item: Any, keep: bool = False) -> Any:
+def _devices(item: Any) -> set[torch.device]:
+    """Of all tensors in it that are no parked parameters, and no single numbers, which torch takes from anywhere."""
+    return {t.device for t in flat(item) if isinstance(t, Tensor) and not isinstance(t, Parked) and t.dim()}
+
+
+def _near(value: Tensor, parameter: Parked, near: Set[torch.device]) -> Tensor:
+    """The value as it is, or, beside tensors of the device that the parameter names as its own, there."""
+    device = parameter._headrace_home.device
+    if device == value.device or device not in near:
+        return value
+    return (value.plain() if isinstance(value, WeightValue) else value).to(device)
+
+
+def _with_values(item: Any, near: Set[torch.device] = frozenset(), keep: bool = False) -> Any:
     """`item` with every parked parameter replaced by its value: one that writes through, and whose views do, unless a
-    gradient could be asked of it (`keep`: even then)."""
+    gradient could be asked of it (`keep`: even then). `near`: devices of the tensors beside it."""
     if isinstance(item, Parked):
         if keep or not (item.requires_grad and torch.is_grad_enabled()):
-            return _value(item)
+            return _near(_value(item), item, near)
         label = getattr(item, "_headrace_name", "(unnamed)")
         block = getattr(_INSIDE, "block", None)
         if block is not None:
@@ -260,11 +279,12 @@ def _with_values(item: Any, keep: bool = False) -> Any:
         anchor = torch.zeros((), requires_grad=True)
         owner = getattr(item, "_headrace_owner", None)
         what = f"{label} of {owner}" if owner else label
-        return _Read.apply(item._headrace_home.read(item), what, anchor)  # type: ignore[no-untyped-call]
+        found = _near(item._headrace_home.read(item), item, near)
+        return _Read.apply(found, what, anchor)  # type: ignore[no-untyped-call]
     if isinstance(item, (list, tuple)):
-        return type(item)(_with_values(part, keep) for part in item)
+        return type(item)(_with_values(part, near, keep) for part in item)
     if isinstance(item, dict):
-        return {key: _with_values(part, keep) for key, part in item.items()}
+        return {key: _with_values(part, near, keep) for key, part in item.items()}
     return item
 
 
@@ -284,27 +304,20 @@ def refuse_single(inputs: Any) -> None:
 
 @functools.cache
 def watch_inputs() -> None:
-    """Have torch.autograd.backward ask the classes of its inputs, as torch.autograd.grad does; older torch does not."""
-
-    class Probe:
-        @classmethod
-        def __torch_function__(cls, *given: Any) -> bool:
-            return True
-
+    """Have torch.autograd.backward refuse streamed weights among its inputs. Older torch does not ask the classes of
+    inputs, as torch.autograd.grad does, and 2.11 does when it has walked an iterator such as model.parameters().
+    """
     original: Callable[..., Any] = torch.autograd.backward
-    with contextlib.suppress(Exception):
-        if original(Probe()) is True:
-            return
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def watched(
-        tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, create_graph: bool = False,
-        grad_variables: Any = None, inputs: Any = None,
-    ) -> None:  # fmt: skip
-        if isinstance(inputs, Iterator):  # model.parameters() can be walked only once
-            inputs = tuple(inputs)
+    def watched(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs)
+        inputs = given.arguments.get("inputs")
+        if isinstance(inputs, Iterator):
+            given.arguments["inputs"] = inputs = tuple(inputs)
         refuse_single(inputs)
-        original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+        original(*given.args, **given.kwargs)
 
     torch.autograd.backward = watched
 
@@ -339,15 +352,27 @@ def unpark(parameter: nn.Parameter) -> None:
 
 @contextlib.contextmanager
 def leased(parameters: Sequence[nn.Parameter], views: Sequence[Tensor]) -> Iterator[None]:
-    """Parked parameters point at `views` of a slot inside; then they are on their placeholders again."""
+    """Parked parameters point at `views` of a slot inside; then they are on their placeholders again.
+
+    What they show as their gradient is away meanwhile: it may lie on another device than the views, which torch refuses
+    to copy such a parameter over (torch.compile does, for itself, whenever it compiles).
+    """
+    shown: list[tuple[nn.Parameter, Tensor]] = []
     try:
         for parameter, view in zip(parameters, views, strict=True):
             parameter.__class__ = parameter._headrace_class  # type: ignore[attr-defined]
+            if parameter.grad is not None:
+                shown.append((parameter, parameter.grad))
+                parameter.grad = None
             parameter.data = view
         yield
     finally:
         for parameter in parameters:
             parameter.data = parameter._headrace_placeholder  # type: ignore[attr-defined]
+        for parameter, gradient in shown:
+            if parameter.grad is None:
+                parameter.grad = gradient
+        for parameter in parameters:
             parameter.__class__ = Parked
 
 

@@ -237,7 +237,7 @@ class BlockVisit:
         return product
 
     def _run(self, call: Call, tensors: list[Tensor], forward: Callable[..., Any]) -> Packed:
-        """The forward on these tensors: (result, changes to containers, recorded outputs, written arguments), packed."""
+        """The forward on these tensors: (result, changes to containers, recorded outputs, writes), packed."""
         args, kwargs = call.packed.rebuild(tensors)
         found = containers.containers((args, kwargs))
         before, versions = containers.snapshot(found), [tensor._version for tensor in tensors]
