@@ -1,10 +1,10 @@
 """The log of an AdamW update that can be taken back: what it holds, and how many bytes it takes.
 
 An update loses little. The moments and the master before it follow from those after it and the gradient, up to a few
-units in the last place, so the log keeps only the difference of the bit patterns, 8 bits wide, for each of the three
-numbers of an element. Where that is too narrow (a gradient far larger than the moments it is added to, signed zeros,
-infinities) the number itself is kept, in a table beside its chunk of elements. A chunk whose table is too small is not
-updated at all, and is counted.
+units in the last place, so the log keeps only the difference of the bit patterns: 8 bits for the mean, which may be far
+smaller than what is added to it, 4 each for mean square and master. Where that is too narrow (a gradient far larger
+than the moments, signed zeros, infinities) the number itself is kept, in a table beside its chunk of elements. A chunk
+whose table is too small is not updated at all, and is counted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 1024  # elements that share a table
-CAPACITY = 96  # numbers in a table: more bytes in every log against fewer chunks that must wait
+CAPACITY = 64  # numbers in a table: more bytes in every log against fewer chunks that must wait
 LEFT = -1  # the count of a chunk that was not updated
 _AT_ONCE = 4096  # chunks copied at a time: tens of MiB
 _TABLE = CAPACITY * 6 + 2  # bytes of a chunk's values, codes and count
@@ -32,24 +32,24 @@ class UpdateLog(NamedTuple):
     counts: Tensor
     """(c,) int16: entries of the table that are used, or LEFT."""
     mean: Tensor
-    """(n,) int8: bits before the update less the bits worked out from those after it; so for the other two."""
-    square: Tensor
-    master: Tensor
+    """(n,) uint8: 128 + bits before the update less the bits worked out from those after it."""
+    others: Tensor
+    """(n,) uint8: the same of mean square + 8, and of master + 8 in the upper half."""
 
 
 def log_bytes(size: int) -> int:
-    """Bytes of the log for `size` elements: 3 each, and a table for each chunk."""
-    return -(-size // CHUNK) * _TABLE + 3 * size
+    """Bytes of the log for `size` elements: 2 each, and a table for each chunk."""
+    return -(-size // CHUNK) * _TABLE + 2 * size
 
 
 def log_parts(log: Tensor, size: int) -> UpdateLog:
     """Views of `log` (uint8, `log_bytes(size)` of them) for `size` elements."""
     chunks = -(-size // CHUNK)
-    lengths = [chunks * CAPACITY * 4, chunks * CAPACITY * 2, chunks * 2, size, size, size]
-    values, codes, counts, *rest = log.split(lengths)
-    mean, square, master = (part.view(torch.int8) for part in rest)
+    values, codes, counts, mean, others = log.split(
+        [chunks * CAPACITY * 4, chunks * CAPACITY * 2, chunks * 2, size, size]
+    )
     table = values.view(torch.int32).view(chunks, CAPACITY), codes.view(torch.int16).view(chunks, CAPACITY)
-    return UpdateLog(*table, counts.view(torch.int16), mean, square, master)
+    return UpdateLog(*table, counts.view(torch.int16), mean, others)
 
 
 @torch.no_grad()

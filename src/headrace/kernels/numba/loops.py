@@ -4,7 +4,8 @@ All of it is one file because Numba's on-disk cache follows the file of the comp
 here must not call a function elsewhere. Nothing here is called by Python directly (see `compiled`). mypy is off: this
 is Numba's language, whose types are those of the arrays at the call.
 
-Bit casts are LLVM bitcasts, for `.view()` on a scalar keeps LLVM from vectorising (8 times slower). No product is
+Bit casts are LLVM bitcasts, for `.view()` on a scalar keeps LLVM from vectorising (8 times slower). Sums of uint32 are
+uint64 to Numba: cast back at once, for the widest number decides how many elements a register holds. No product is
 fused with a sum, so a result has the bits of the reference, wherever a thread's share begins.
 """
 
@@ -82,7 +83,7 @@ def joined(high, low):
 def halves(number):
     """bf16 pattern and remainder of an fp32 master. A NaN is made 0x7FC00000: 0x7FFFFFFF would round to minus zero."""
     bits = bits_of(number) if number == number else np.uint32(0x7FC00000)
-    return np.uint16((bits + np.uint32(0x8000)) >> np.uint32(16)), np.int16(bits & np.uint32(0xFFFF))
+    return np.uint16(np.uint32(bits + np.uint32(0x8000)) >> np.uint32(16)), np.int16(np.uint16(bits))
 
 
 @register_jitable
@@ -243,9 +244,10 @@ def round_squares(out, total, sums):
         sums[c] = sum_of_chunk
 
 
-# The rest keeps or uses the log of an AdamW update (see `headrace.kernels.update_log`). Arrays are indexed as a whole,
-# without slices, and by unsigned numbers: so LLVM knows that none overlap and that no index is negative. A strand is
-# the share of one thread, with memory of its own for the bits of a chunk (old) and for where the log is too narrow.
+# The rest keeps or uses the log of an AdamW update (see `headrace.kernels.update_log`). Arrays are indexed as a whole
+# and by unsigned numbers, so that no index is negative. No slice, no tuple of arrays, no bool that is assigned twice:
+# with one of these Numba no longer tells LLVM that arrays do not overlap. Row t of `old` and `marks` is the memory of
+# one thread: the bits of a chunk before its update, and which of them the log is too narrow for.
 
 
 def master_bits(weight, low, i):
@@ -271,8 +273,8 @@ def _compile_put_master(weight, low, i, bits):
         weight[i] = number_of(bits)
 
     def put_split(weight, low, i, bits):
-        weight[i] = np.uint16((bits + np.uint32(0x8000)) >> np.uint32(16))
-        low[i] = np.int16(bits & np.uint32(0xFFFF))
+        weight[i] = np.uint16(np.uint32(bits + np.uint32(0x8000)) >> np.uint32(16))
+        low[i] = np.int16(np.uint16(bits))
 
     return put_split if weight.dtype == types.uint16 else put_whole
 
@@ -286,21 +288,15 @@ def prior_moments(m, v, g, share1, share2, inverse1, inverse2):
     return bits_of(mean), bits_of((v - (g * share2) * g) * inverse2)
 
 
-@register_jitable
-def too_wide(difference):
-    """Whether a difference of patterns (uint32, modulo 2**32) does not fit 8 bits."""
-    return np.uint32(difference + np.uint32(128)) > np.uint32(255)
-
-
-def adamw_logged(weight, low, exp_avg, exp_avg_sq, grad, values, codes, counts, log0, log1, log2, old0, old1, old2,
-                 marks, left, scalars):  # fmt: skip
+def adamw_logged(weight, low, exp_avg, exp_avg_sq, grad, values, codes, counts, log0, log12, old0, old1, old2, marks,
+                 left, scalars):  # fmt: skip
     for t in prange(marks.shape[0]):
         (grad_scale, l2, decay, beta1, beta2, share1, share2, inverse_root, eps, step_size, inverse1, inverse2,
          inverse_decay) = scalars  # fmt: skip
         size, capacity = marks.shape[1], values.shape[1]
         for c in range(counts.shape[0] * t // marks.shape[0], counts.shape[0] * (t + 1) // marks.shape[0]):
             first, last = np.uint64(c * size), np.uint64(min((c + 1) * size, grad.shape[0]))
-            broken, count = False, 0
+            broken, count = np.uint32(0), 0
             for e in range(first, last):
                 i, mean, square, bits = e - first, exp_avg[e], exp_avg_sq[e], master_bits(weight, low, e)
                 g = decayed(widen(grad[e]), number_of(bits), grad_scale, l2)
@@ -308,14 +304,16 @@ def adamw_logged(weight, low, exp_avg, exp_avg_sq, grad, values, codes, counts, 
                 moved = movement(m, v, inverse_root, eps, step_size)
                 new = number_of(bits) * decay - moved
                 prior0, prior1 = prior_moments(m, v, g, share1, share2, inverse1, inverse2)
-                d0, d1 = np.uint32(bits_of(mean) - prior0), np.uint32(bits_of(square) - prior1)
-                d2 = np.uint32(bits - bits_of((new + moved) * inverse_decay))
-                marks[t, i] = too_wide(d0) + 2 * too_wide(d1) + 4 * too_wide(d2)
-                log0[e], log1[e], log2[e] = np.int8(d0), np.int8(d1), np.int8(d2)
+                prior2 = bits_of((new + moved) * inverse_decay)
+                d0 = np.uint32(bits_of(mean) - prior0 + np.uint32(128))
+                d1 = np.uint32(bits_of(square) - prior1 + np.uint32(8))
+                d2 = np.uint32(bits - prior2 + np.uint32(8))
+                marks[t, i] = (d0 > np.uint32(255)) + 2 * (d1 > np.uint32(15)) + 4 * (d2 > np.uint32(15))
+                log0[e], log12[e] = np.uint8(d0), np.uint8((d1 & np.uint32(15)) | np.uint32(d2 << np.uint32(4)))
                 old0[t, i], old1[t, i], old2[t, i] = bits_of(mean), bits_of(square), bits
                 exp_avg[e], exp_avg_sq[e] = m, v
                 put_master(weight, low, e, bits_of(new))
-                broken |= new != new
+                broken = np.uint32(broken | np.uint32(new != new))
             for start in range(np.uint64(0), last - first, np.uint64(64)):
                 marked = np.uint8(0)
                 for i in range(np.uint64(64)):
@@ -326,7 +324,9 @@ def adamw_logged(weight, low, exp_avg, exp_avg_sq, grad, values, codes, counts, 
                         if (marks[t, i] >> which) & 1:
                             if count < capacity:
                                 codes[c, count] = code
-                                values[c, count] = (old0, old1, old2)[which][t, i]
+                                values[c, count] = (
+                                    old0[t, i] if which == 0 else old1[t, i] if which == 1 else old2[t, i]
+                                )
                             count += 1
             counts[c] = count
             if broken or count > capacity:
@@ -336,7 +336,7 @@ def adamw_logged(weight, low, exp_avg, exp_avg_sq, grad, values, codes, counts, 
                     put_master(weight, low, e, old2[t, e - first])
 
 
-def adamw_undo(weight, low, exp_avg, exp_avg_sq, grad, values, codes, counts, log0, log1, log2, size, left, scalars):
+def adamw_undo(weight, low, exp_avg, exp_avg_sq, grad, values, codes, counts, log0, log12, size, left, scalars):
     for c in prange(counts.shape[0]):
         (grad_scale, l2, _, _, _, share1, share2, inverse_root, eps, step_size, inverse1, inverse2,
          inverse_decay) = scalars  # fmt: skip
@@ -345,15 +345,15 @@ def adamw_undo(weight, low, exp_avg, exp_avg_sq, grad, values, codes, counts, lo
             for e in range(first, last):
                 master = number_of(master_bits(weight, low, e)) + movement(exp_avg[e], exp_avg_sq[e], inverse_root, eps,
                                                                            step_size)  # fmt: skip
-                put_master(weight, low, e, np.uint32(bits_of(master * inverse_decay) + np.uint32(log2[e])))
+                put_master(weight, low, e, np.uint32(bits_of(master * inverse_decay) + (log12[e] >> 4) - 8))
             for k in range(counts[c]):
                 if codes[c, k] % 3 == 2:
                     put_master(weight, low, first + np.uint64(codes[c, k] // 3), values[c, k])
             for e in range(first, last):  # Adam's gradient holds a share of the old master: it must be there by now
                 g = decayed(widen(grad[e]), number_of(master_bits(weight, low, e)), grad_scale, l2)
                 prior0, prior1 = prior_moments(exp_avg[e], exp_avg_sq[e], g, share1, share2, inverse1, inverse2)
-                exp_avg[e] = number_of(np.uint32(prior0 + np.uint32(log0[e])))
-                exp_avg_sq[e] = number_of(np.uint32(prior1 + np.uint32(log1[e])))
+                exp_avg[e] = number_of(np.uint32(prior0 + log0[e] - 128))
+                exp_avg_sq[e] = number_of(np.uint32(prior1 + (log12[e] & 15) - 8))
             for k in range(counts[c]):
                 if codes[c, k] % 3 == 0:
                     exp_avg[first + np.uint64(codes[c, k] // 3)] = number_of(values[c, k])

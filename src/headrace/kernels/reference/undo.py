@@ -26,10 +26,11 @@ def adamw_logged_(
         adamw_(*mine, scalars)
         broken = _by_chunk(_master_bits(*mine[:2]).view(torch.float32).isnan()).any(1)
         predicted = _prior_master(mine, scalars), *_prior_moments(mine, old[2].view(torch.float32), scalars)
-        difference = old - torch.stack([predicted[1], predicted[2], predicted[0]])
-        for kept, part in zip((parts.mean, parts.square, parts.master), difference, strict=True):
-            kept.copy_(part.to(torch.int8))
-        chunk, entry = _by_chunk(((difference < -128) | (difference > 127)).T).nonzero(as_tuple=True)
+        difference = old - torch.stack([predicted[1], predicted[2], predicted[0]]) + torch.tensor(_OFFSETS)
+        too_wide = (difference < 0) | (difference >= 2 * torch.tensor(_OFFSETS))
+        parts.mean.copy_(difference[0] & 255)
+        parts.others.copy_((difference[1] & 15) | (difference[2] & 15) << 4)
+        chunk, entry = _by_chunk(too_wide.T).nonzero(as_tuple=True)
         counts = torch.bincount(chunk, minlength=len(broken))
         place = torch.arange(len(chunk)) - (counts.cumsum(0) - counts)[chunk]
         fits = place < CAPACITY
@@ -51,9 +52,10 @@ def adamw_undo_(
     """See `headrace.kernels.ops.adamw_undo_`."""
     for mine, parts in _pieces(weight, low, exp_avg, exp_avg_sq, grad, log):
         updated = (parts.counts != LEFT).repeat_interleave(CHUNK)[: len(mine[2])]
-        master = _restored(parts, _prior_master(mine, scalars), 2)
+        kept = parts.mean, parts.others & 15, parts.others >> 4
+        master = _restored(parts, _prior_master(mine, scalars), kept[2], 2)
         mean, square = _prior_moments(mine, master.view(torch.float32), scalars)
-        moments = _restored(parts, mean, 0), _restored(parts, square, 1)
+        moments = _restored(parts, mean, kept[0], 0), _restored(parts, square, kept[1], 1)
         for tensor, bits in zip(mine[2:4], moments, strict=True):
             tensor.view(torch.int32)[updated] = bits[updated]
         if mine[1] is None:
@@ -72,6 +74,7 @@ def adamw_finish_(
     update_left(adamw_, weight, low, exp_avg, exp_avg_sq, grad, log, scalars)
 
 
+_OFFSETS = [[128], [8], [8]]  # added to the differences of mean, mean square and master, which then are not negative
 _Piece = tuple[Tensor, "Tensor | None", Tensor, Tensor, Tensor]  # weight, low, exp_avg, exp_avg_sq, grad
 
 
@@ -110,9 +113,9 @@ def _prior_moments(mine: _Piece, old_master: Tensor, s: AdamScalars) -> tuple[Te
     return old.view(torch.int32), old_square.view(torch.int32)
 
 
-def _restored(parts: UpdateLog, predicted: Tensor, which: int) -> Tensor:
+def _restored(parts: UpdateLog, predicted: Tensor, kept: Tensor, which: int) -> Tensor:
     """Bits (int32) of one of the three numbers of each element before the update."""
-    bits = predicted + parts[3 + which].to(torch.int32)
+    bits = predicted + (kept.to(torch.int32) - _OFFSETS[which][0])
     used = torch.arange(CAPACITY) < parts.counts[:, None]
     chunk, place = (used & (parts.codes % 3 == which)).nonzero(as_tuple=True)
     bits[chunk * CHUNK + parts.codes[chunk, place] // 3] = parts.values[chunk, place]
