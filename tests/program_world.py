@@ -75,10 +75,21 @@ class World:
 
     def step(self, visits: Sequence[Visit], norm: bool = True) -> None:
         order = [u for u in build.forward_order(self.spec, visits) if u in self.held]
+        waits, changed = self._writable()
+        self._plain("the user's writes on the device, and zeros where no gradient came", waits, [], changed)
         program = build.update(self.spec, self.placement, order, self.slots, norm)
         self.slots = program.slots_after
         self.held.clear()
         self._run(program, ())
+
+    def _writable(self) -> tuple[list[str], list[tuple[object, ...]]]:
+        """(tokens, places): what is awaited before gradients on the device are written, and where those are."""
+        units = [u for u in self.held if self.placement.state[u] == DEVICE]
+        waits, places = [f"grads:u{u}" for u in units], [("grads", u) for u in units]
+        if self.rest in self.held:
+            waits.append(f"home:u{self.rest}")
+            places += [("r",), ("resident", self.rest)]
+        return waits, places
 
     # -- what happens -----------------------------------------------------------------------------------------------
 

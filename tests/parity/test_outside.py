@@ -33,6 +33,7 @@ from against_plain import (
 from headrace.base.errors import StepError
 from headrace.model import parked
 from headrace.session import install
+from headrace.store.memory import poison
 
 WAYS = [{}, {"rows": 1}, {"recompute": False}, {"window": 2, "placement": {"weights": "device", "state": "device"}}]
 
@@ -245,6 +246,30 @@ def test_gradients_are_shown_outside_blocks_only(device: str) -> None:
             toy_loss(plain, batch(seed=seed).to(device)).backward()
         assert_close(gradients(ours), gradients(plain))
         assert distance(ours.blocks[0].up.weight.grad, plain.blocks[0].up.weight.grad) < 1e-6
+
+
+@pytest.mark.parametrize("state", ["host", "device"])
+def test_gradients_written_before_step_are_the_ones_of_the_step(state: str, device: str) -> None:
+    """However late the device comes to write them: a user's own, and zeros for a weight that got none."""
+    plain = toy().to(device)
+    plain.unused = nn.Parameter(torch.ones(7, device=device))
+    optimizer, options = sgd(plain), {"device": device, "placement": {"weights": "device", "state": state}}
+    with streamed(plain, **options) as (ours, driver):
+        session = headrace.session(ours)
+        poison(session._stream.sink.rest_view(ours.unused))  # as memory of a GPU may be at first
+        for step in range(2):
+            for side in (plain, ours):
+                toy_loss(side, batch(seed=step).to(device)).backward()
+            changed = torch.linspace(-1, 1, 20, device=device)
+            plain.norm.weight.grad = changed.clone()
+            if device == "cuda":
+                torch.cuda._sleep(100_000_000)
+            session.set_gradient("norm.weight", changed)
+            optimizer.step(), driver.step()
+            want = sum(float(p.grad.double().square().sum()) for p in plain.parameters() if p.grad is not None) ** 0.5
+            assert driver.last_grad_norm == pytest.approx(want, rel=1e-5)
+            assert_close(weights(ours), weights(plain))
+            optimizer.zero_grad(), driver.zero_grad()
 
 
 class Keeper(Block):

@@ -248,15 +248,19 @@ def _backward_unit(
 def update(
     spec: ModelSpec, placement: Placement, units: Sequence[int], slots: Sequence[int | None], norm: bool
 ) -> Program:
-    """The updates of `units` in this order, after the norm of all gradients when `norm`."""
+    """The updates of `units` in this order, after the norm of all gradients when `norm`.
+
+    Gradients on the device are taken as they stand when this begins: between backward and step the user may write into
+    them, and those of parameters without any are zeroed.
+    """
     build = _Builder(spec, placement, ())
     trained = [unit for unit in units if spec.units[unit].trained.entries]
     for unit in trained:
         if spec.units[unit].kind == REST and placement.state[unit] != DEVICE:
-            waits = [f"backward:u{unit}", f"updated:u{unit}"]
+            waits = [f"backward:u{unit}", f"updated:u{unit}", "issued"]
             build.add("SEND", "grads", unit, "r>-", "d2h", waits, [f"grads:u{unit}"])
     if norm:
-        build.add("NORM", "grads", -1, "-", "host", [f"grads:u{unit}" for unit in trained], ["norm"])
+        build.add("NORM", "grads", -1, "-", "host", [*(f"grads:u{unit}" for unit in trained), "issued"], ["norm"])
     for unit in trained:
         build.update(unit)
     # What is still in a slot is stale now.
