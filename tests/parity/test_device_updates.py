@@ -109,6 +109,6 @@ def test_traffic_counts_the_state(device: str, tmp_path: Any) -> None:
 
 def test_room_for_pieces(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     model = made(torch.bfloat16, False)
+    monkeypatch.setattr(updates, "PIECE", 1 << 23)
     with pytest.raises(PlanError, match="pieces of the optimizer state"):
-        monkeypatch.setattr(updates, "PIECE", 1 << 23)
         headrace.wrap(model, lr=1e-3, device=device, device_memory=700_000, placement=HOST, update="both")

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from headrace.base.errors import ParityError, StepError
+from headrace.base.errors import NonFiniteError, ParityError, StepError
 from headrace.base.events import EventLog
 from headrace.executor.device_updates import DeviceUpdates
 from headrace.executor.executor import Notes
+from headrace.executor.guesses import Guesses
 from headrace.executor.inputs import InputStore
 from headrace.kernels import ops
 from headrace.optim.ledger import Arrival, Ledger, Verdict
-from headrace.optim.rules import Hyper, Rule
+from headrace.optim.rules import Call, Hyper, Rule
 from headrace.schedule.op import Op
 from headrace.spec.footprint import passes_device
 from headrace.spec.model import REST, Unit
+from headrace.spec.placement import DEVICE
 from headrace.store.regions import Regions, typed
 
 
@@ -61,6 +63,7 @@ class Actions:
     """Why the weights can no longer be trusted."""
     guard: Guard | None = None
     on_device: DeviceUpdates = field(init=False)
+    guesses: Guesses = field(default_factory=Guesses)
 
     def __post_init__(self) -> None:
         self.on_device = DeviceUpdates(self.regions)
@@ -203,40 +206,65 @@ class Actions:
             raise StepError(
                 self.broken, f"asked to go on with step {notes['step']}", "Call restore(folder) with a checkpoint"
             )
-        unit, verdict = self.regions.spec.units[op.unit], notes.get("verdict")
+        try:
+            return {"state": self._settle, "guess": self._guess, "undo": self._undo}[op.region](op, notes)
+        except (NonFiniteError, ParityError):
+            raise
+        except BaseException as error:
+            name = self.regions.spec.units[op.unit].name
+            self.broken = f"the update of {name} failed in step {notes.get('step')}: {error}"
+            raise
+
+    def _settle(self, op: Op, notes: Notes) -> torch.cuda.Event | None:
+        """The update of a unit, now that it is known what is done with its gradients."""
+        unit, verdict = op.unit, notes.get("verdict")
         scale: float | None = 1.0 if verdict is None else verdict.scale
+        if verdict is None:
+            self._check_early(unit, notes["step"])
+            if self.guard is not None and self.guard.watched(notes["step"]) == unit:
+                ring = op.place.rpartition(">")[0]
+                self._judge(
+                    notes["step"], unit, self.regions.places[ring] if ring else self.regions.home(unit, "grads")
+                )
         end = None
+        guessed = self.guesses.settle(unit, scale, notes["groups"], self.ledger.present[unit])
+        if scale is not None and not guessed:
+            end = self._apply(op, notes, scale)
         if verdict is None:
-            self._check_early(op.unit, notes["step"])
-        if scale is not None:
-            ring, _, stage = op.place.rpartition(">")
-            weights, state = self.regions.staged(unit, stage) if stage != "-" else (None, None)
-            weights = self.regions.home(op.unit, "weights") if weights is None else weights
-            state = self.regions.home(op.unit, "state") if state is None else state
-            grads = self.regions.places[ring] if ring else self.regions.home(op.unit, "grads")
-            assert weights is not None and grads is not None
-            if unit.kind == REST and "rest" in self.regions.places:
-                self._adopt(unit, weights, state)
-            if verdict is None and self.guard is not None and self.guard.watched(notes["step"]) == op.unit:
-                self._judge(notes["step"], op.unit, grads)
-            groups: list[Hyper] = notes["groups"]
-            try:
-                calls = self.rule.calls(
-                    unit, weights, state if state is not None else weights[:0], grads, groups,
-                    self.ledger.present[op.unit], self.ledger.steps[op.unit], scale,
-                )  # fmt: skip
-                if passes_device(unit, self.regions.placement):
-                    end = self.on_device.run(calls)
-                else:
-                    for call in calls:
-                        call.run()
-            except BaseException as error:
-                self.broken = f"the update of {unit.name} failed in step {notes['step']}: {error}"
-                raise
-        if verdict is None:
-            notes.setdefault("squares", []).append(self.ledger.squares[op.unit].item())
-        self.ledger.consume(op.unit, updated=scale is not None)
+            notes.setdefault("squares", []).append(self.ledger.squares[unit].item())
+        self.ledger.consume(unit, updated=scale is not None)
         return end
+
+    def _apply(self, op: Op, notes: Notes, scale: float) -> torch.cuda.Event | None:
+        calls = self._calls(op, notes["groups"], scale)
+        if op.lane == DEVICE and passes_device(self.regions.spec.units[op.unit], self.regions.placement):
+            return self.on_device.run(calls)
+        for call in calls:
+            call.run()
+        return None
+
+    def _guess(self, op: Op, notes: Notes) -> None:
+        groups: list[Hyper] = notes["groups"]
+        calls = self._calls(op, groups, 1.0)
+        self.guesses.make(op.unit, self.regions.places[op.place], calls, groups, self.ledger.present[op.unit])
+
+    def _undo(self, op: Op, notes: Notes) -> None:
+        self.guesses.undo(op.unit)
+
+    def _calls(self, op: Op, groups: list[Hyper], scale: float) -> Iterator[Call]:
+        """The kernel calls of a unit's update."""
+        unit = self.regions.spec.units[op.unit]
+        ring, _, stage = op.place.rpartition(">")
+        weights, state = self.regions.staged(unit, stage) if stage != "-" else (None, None)
+        weights = self.regions.home(op.unit, "weights") if weights is None else weights
+        state = self.regions.home(op.unit, "state") if state is None else state
+        grads = self.regions.places[ring] if ring else self.regions.home(op.unit, "grads")
+        assert weights is not None and grads is not None
+        if unit.kind == REST and "rest" in self.regions.places:
+            self._adopt(unit, weights, state)
+        state = weights[:0] if state is None else state
+        present, steps = self.ledger.present[op.unit], self.ledger.steps[op.unit]
+        return self.rule.calls(unit, weights, state, grads, groups, present, steps, scale)
 
     def _adopt(self, unit: Unit, weights: Tensor, state: Tensor | None) -> None:
         """The user may have written into resident weights: what differs from the home becomes the master."""

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from headrace.optim.rules import Call
-from headrace.spec.footprint import round_up
+from headrace.spec.footprint import ALIGNMENT, round_up
 from headrace.store.regions import Regions
-
-ALIGNMENT = 256
 
 
 class DeviceUpdates:

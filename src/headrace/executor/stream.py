@@ -54,14 +54,16 @@ class Stream:
         executor.settle = weakref.WeakMethod(self.settle)
         self.slots: tuple[int | None, ...] = (None,) * regions.placement.slots
         self.early: Callable[[Pass], dict[str, Any] | None] = lambda pass_: None
-        """Given a pass whose backward begins: notes for updates inside it, or None when they must wait for step()."""
+        """Given a pass whose backward begins: notes for updates in it, or None when they wait for step()."""
+        self.guess: Callable[[list[Visit]], tuple[dict[int, str], dict[str, Any]]] = lambda visits: ({}, {})
+        """Given a backward's visits: units whose updates it guesses, with their logs; and notes for them."""
+        self.looked: Callable[[], None] = lambda: None  # called when somebody wants weights
         self.grad_place = ""
         """Where the backward visit under way puts its gradients: a gradient slot, or "" for the unit's own region."""
-        self.trial: Callable[..., None] = lambda *given: None
-        self.witness: Callable[..., None] = lambda *given: None
-        """These two: see model.visit.Stream."""
+        self.trial: Callable[..., None] = lambda *given: None  # see model.visit.Stream
+        self.witness: Callable[..., None] = lambda *given: None  # so too
         self.begun: Callable[[], None] = lambda: None
-        """Called at the first visit of a backward, before gradients are added."""
+        """Called at a backward's first visit, before gradients are added."""
         self.weights_wanted = True
         """Weights get gradients from the backward under way; not so under autograd.grad, or with inputs=."""
         self.ended: Callable[[], None] = lambda: None
@@ -283,11 +285,9 @@ class Stream:
         if self._task != task:
             self._task = task
             if self._early_notes is not None and self.weights_wanted:
-                raise StepError(
-                    "a second backward came although updates of this step have begun",
-                    "accumulation= declares fewer backward calls per step",
-                    "Declare the right accumulation, or leave it out",
-                )
+                text = "a second backward came although updates of this step have begun"
+                declared = "accumulation= declares fewer backward calls per step"
+                raise StepError(text, declared, "Declare the right accumulation, or leave it out")
             self.begun()
             if self.weights_wanted:
                 self._early_notes = self.early(pass_) if len(self._live) == 1 else None
@@ -304,10 +304,13 @@ class Stream:
             self._hold(visits)
             self._widen(visits)
         spec = self.spec if self.weights_wanted else frozen(self.spec)
-        early = self.early_units() if self._early_notes is not None else ()
-        program = build.backward(spec, self.placement, visits, self.slots, frozenset(self.held), early)
-        self._updated |= {op.unit for op in program.ops if op.verb == "UPDATE"}
-        notes = {"inputs": pass_.inputs, **(self._early_notes or {})}
+        units = [unit.index for unit in self.spec.units if unit.kind in (BLOCK, TILE)]
+        early = units if self._early_notes is not None else ()
+        guessing = self.weights_wanted and not early and len(self._live) == 1
+        guessed, guess = self.guess(visits) if guessing else ({}, {})
+        program = build.backward(spec, self.placement, visits, self.slots, frozenset(self.held), early, guessed)
+        self._updated |= {op.unit for op in program.ops if op.verb == "UPDATE" and op.region == "state"}
+        notes = {"inputs": pass_.inputs, **(self._early_notes or guess)}
         self._walk = self.executor.start(program, notes)
         return self._walk
 
@@ -334,10 +337,6 @@ class Stream:
         size = self.regions.hold()
         self.events.add("hold", "gradients of a backward without updates: each block keeps its own from now; declare "
                         "accumulation as it is to save this", bytes=format_bytes(size))  # fmt: skip
-
-    def early_units(self) -> list[int]:
-        """Units whose update runs inside a backward that is the last of its step."""
-        return [unit.index for unit in self.spec.units if unit.kind in (BLOCK, TILE)]
 
     def note(self, number: int, value: Any) -> None:
         """Tell the ops that follow a backward visit what it produced."""
@@ -391,6 +390,7 @@ class Stream:
         """Give up a backward that an error has ended, whose other ops will never run."""
         if self._backward is not None and not self.roots.in_backward():
             self.abandon()
+        self.looked()
 
     def abandon(self) -> None:
         """Give up whatever pass is under way; the next call starts afresh."""

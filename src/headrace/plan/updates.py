@@ -7,7 +7,7 @@ from dataclasses import replace
 from headrace.base.errors import PlanError
 from headrace.base.units import format_bytes
 from headrace.plan.place import WORK_SHARE, Budgets
-from headrace.spec.footprint import footprint, passes_device
+from headrace.spec.footprint import footprint, keeps_log, log_place_bytes, passes_device
 from headrace.spec.model import REST, ModelSpec
 from headrace.spec.placement import DEVICE, HOST, Placement
 
@@ -16,6 +16,9 @@ PIECE = 1 << 23
 DEVICE_COST = 1.5
 """Time of an update that passes the device, relative to one on the host beside it. Measured on a PCIe 5 machine with 16
 cores, where shares of a third to a half of the updates gave the shortest steps."""
+
+LOG_SHARE = 0.65
+"""Bytes of logs for each parameter of the model: with clipping a step holds 14 and this."""
 
 
 def place_updates(spec: ModelSpec, placement: Placement, budgets: Budgets, wanted: str) -> tuple[Placement, str]:
@@ -45,6 +48,22 @@ def place_updates(spec: ModelSpec, placement: Placement, budgets: Budgets, wante
         placed,
         f"{len(passing)} of {len(spec.units)} blocks and tiles on the device, in pieces, the others on the host",
     )
+
+
+def place_logs(spec: ModelSpec, placement: Placement, budgets: Budgets) -> tuple[Placement, str]:
+    """The placement with logs for updates that are guessed, as many as LOG_SHARE and the host's memory allow; and what
+    was decided."""
+    size = log_place_bytes(spec, placement)
+    able = sum(keeps_log(unit, placement) for unit in spec.units)
+    room = budgets.host - footprint(spec, placement).host_bytes
+    count = min(able, int(min(LOG_SHARE * spec.parameters, room * (1 - WORK_SHARE)) // size)) if size else 0
+    if count < 1:
+        return (
+            placement,
+            "none: no memory for a log" if able else "none: no optimizer state of blocks is in host memory",
+        )
+    text = f"updates of {count} of {able} blocks begin in the backward and are taken back when the step is clipped"
+    return replace(placement, logs=count), f"{text}; {format_bytes(count * size)} of logs"
 
 
 def _shared(spec: ModelSpec, placement: Placement, costs: dict[str, float]) -> tuple[str, ...]:

@@ -8,8 +8,9 @@ was issued before this program began, in a pass or outside of one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from headrace.schedule.op import Op, Program
 from headrace.spec.formats import itemsize
@@ -107,8 +108,14 @@ class _Builder:
             self.add("FREE", "weights", unit, place, "compute", [f"slot:{place}"], [f"slot:{place}"])
             self.slots[int(place[1:])] = None
 
-    def update(self, unit: int, ring: str | None = None) -> None:
-        """Everything one unit's update needs, in order. `ring`: where its gradients lie, when not in their home."""
+    def guess(self, unit: int, log: str) -> None:
+        """Update a unit as if its gradients needed no clipping; `log`: what it can be taken back from."""
+        ends = [f"updated:u{unit}", f"home:u{unit}"]
+        self.add("UPDATE", "guess", unit, log, "host", [f"grads:u{unit}", f"home:u{unit}", "issued"], ends)
+
+    def update(self, unit: int, ring: str | None = None, log: str | None = None) -> None:
+        """Everything one unit's update needs, in order. `ring`: where its gradients lie, when not in their home. `log`:
+        that of its guess, which is confirmed or taken back."""
         placement, place = self.placement, "-"
         home, state = placement.home(unit), placement.state[unit]
         needs = [f"grads:u{unit}", f"home:u{unit}", "norm", "issued"]  # a forward after the backward may read it still
@@ -122,7 +129,8 @@ class _Builder:
         ends = [f"updated:u{unit}"] + ([f"home:u{unit}"] if home != DISK and not refresh else [])
         ends += [f"free:{ring}"] if ring is not None else []
         where = place if ring is None else f"{ring}>{place}"
-        self.add("UPDATE", "state", unit, where, placement.updated_on(unit), needs, ends)
+        lane = placement.updated_on(unit) if log is None else "host"
+        self.add("UPDATE", "state", unit, where if log is None else log, lane, needs, ends)
         if staged:
             ends = [f"unstaged:{place}", f"state:u{unit}"] + ([f"home:u{unit}"] if home == DISK else [])
             self.add("WRITE", "state", unit, place, "write", [f"updated:u{unit}"], ends)
@@ -161,11 +169,13 @@ def backward(
     slots: Sequence[int | None],
     held: frozenset[int] = frozenset(),
     early: Sequence[int] = (),
+    guessed: Mapping[int, str] = MappingProxyType({}),
 ) -> Program:
     """The backward of a forward with these visits (given in forward order).
 
     `held`: units that hold gradients of earlier backwards, to which these are added. `early`: units whose update runs
     inside this pass, in this order for those still waiting at its end (see design: the order of the next forward).
+    `guessed`: units that are updated here before the norm of all gradients is known, and the logs for that.
     """
     build = _Builder(spec, placement, slots)
     order = [number for number in range(len(visits) - 1, -1, -1) if visits[number].grad]
@@ -192,6 +202,9 @@ def backward(
         for unit in early:
             if last_use.get(unit) == position and spec.units[unit].trained.entries:
                 build.update(unit, rings.get(unit))
+        for unit, log in guessed.items():
+            if last_use.get(unit) == position:
+                build.guess(unit, log)
     return Program("backward", tuple(build.ops), tuple(slots), tuple(build.slots))
 
 
@@ -246,9 +259,11 @@ def _backward_unit(
 
 
 def update(
-    spec: ModelSpec, placement: Placement, units: Sequence[int], slots: Sequence[int | None], norm: bool
-) -> Program:
-    """The updates of `units` in this order, after the norm of all gradients when `norm`.
+    spec: ModelSpec, placement: Placement, units: Sequence[int], slots: Sequence[int | None], norm: bool,
+    guessed: Mapping[int, str] = MappingProxyType({}),
+) -> Program:  # fmt: skip
+    """The updates of `units` in this order, after the norm of all gradients when `norm`. `guessed`: those that the
+    backward has made already, with their logs.
 
     Gradients on the device are taken as they stand when this begins: between backward and step the user may write into
     them, and those of parameters without any are zeroed.
@@ -262,10 +277,18 @@ def update(
     if norm:
         build.add("NORM", "grads", -1, "-", "host", [*(f"grads:u{unit}" for unit in trained), "issued"], ["norm"])
     for unit in trained:
-        build.update(unit)
+        build.update(unit, log=guessed.get(unit))
     # What is still in a slot is stale now.
     after = tuple(None if unit in set(trained) else unit for unit in slots)
     return Program("update", tuple(build.ops), tuple(slots), after)
+
+
+def undo(guessed: Mapping[int, str]) -> Program:
+    """Guessed updates are taken back."""
+    names = enumerate(guessed.items())
+    ops = [Op(n, "UPDATE", "undo", u, log, "host", (), (f"home:u{u}",), (f"updated:u{u}", f"home:u{u}"))
+           for n, (u, log) in names]  # fmt: skip
+    return Program("undo", tuple(ops))
 
 
 def forward_order(spec: ModelSpec, visits: Sequence[Visit]) -> list[int]:

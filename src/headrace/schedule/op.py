@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 VERBS = ("READ", "WRITE", "LOAD", "SEND", "FREE", "FORWARD", "BACKWARD", "ADD", "NORM", "UPDATE")
 LANES = ("read", "state", "write", "h2d", "d2h", "compute", "host", "device")
-"""In-order queues. `host` and `device` update weights, each where its name says. `read` brings weights from disk and `state` the optimizer's state, so that the weights of the next
-forward do not queue behind the state of every block."""
+"""In-order queues. `host` and `device` update weights, each where its name says. `read` brings weights from disk and
+`state` the optimizer's state, so that the weights of the next forward do not queue behind the state of every block."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,14 @@ class Op:
     index: int
     verb: str
     region: str
-    """weights, state, grads, input (a block's saved input), or - for compute ops."""
+    """weights, state, grads, input (a block's saved input), or - for compute ops; of an UPDATE also guess (made before
+    the norm is known) and undo (a guess is taken back)."""
     unit: int
     """Index of the unit; -1 where there is none."""
     place: str
     """Where it goes or works: s1 a weight slot, h0 a host stage, g0 a gradient slot, u2 an update stage, i0 an input
-    slot, q1 a place of the gradient ring, r the unit's own device memory, - its home; g1>- from where to where (of a
-    BACKWARD: weights, gradients)."""
+    slot, q1 a place of the gradient ring, l0 the log of a guess, r the unit's own device memory, - its home; g1>- from
+    where to where (of a BACKWARD: weights, gradients)."""
     lane: str
     after: tuple[int, ...] = ()
     """Earlier ops of this program it waits for."""

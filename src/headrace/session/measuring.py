@@ -91,6 +91,7 @@ def lane_rates(session: Session, at_most: int = SAMPLE) -> LaneRates:
         raise StepError("rates cannot be measured while gradients wait for step()",
                         f"{len(session._stream.held)} units hold some", "Call step() or zero_grad() first")  # fmt: skip
     session._stream.forget_slots()
+    session._actions.ledger.sparse.clear()  # gradients' homes are written to
     device = session.device
     up, down = _uploads(session, at_most), _downloads(session, at_most)
     found: dict[str, float] = {}

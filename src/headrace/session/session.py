@@ -28,6 +28,7 @@ from headrace.plan.summary import counted
 from headrace.schedule import build
 from headrace.schedule.op import Program
 from headrace.session.gradients import Gradients
+from headrace.session.guessing import Guessing
 from headrace.session.measuring import recorded
 from headrace.session.options import Options
 from headrace.session.parity_guard import ParityGuard
@@ -69,6 +70,7 @@ class Session:
         self._micro_batches = 0
         self._frozen = [p for p in anatomy.parameters.values() if not p.requires_grad]
         stream.early = self._early
+        self._guessing = Guessing(stream, self._now, self._complete)
         stream.begun, stream.ended = self._begun, self._gradients.show
         self.budgets = budgets
         """Bytes that may be used, by tier."""
@@ -128,6 +130,7 @@ class Session:
 
     def _begun(self) -> None:
         """A backward begins."""
+        self._guessing.begin()
         self._gradients.settle()
         if self.guard is not None:
             self.guard.begin(self.steps + 1)
@@ -136,6 +139,7 @@ class Session:
         """The model is about to be called: raise what updates have met since."""
         self.check_open()
         self._settled(self._executor.check)
+        self._guessing.take_back()
         self._check_frozen()
         self._values.hold_rest()
 
@@ -169,7 +173,7 @@ class Session:
         if self.device.type == "cuda":
             self._trial.compare(torch.cuda.max_memory_allocated(self.device))
         number = self.steps + 1
-        notes: dict[Any, Any] = early if early is not None else {"step": number, "groups": self._groups()}
+        notes: dict[Any, Any] = early if early is not None else self._now()
         order = [u for u in build.forward_order(self.spec, self._stream.predicted(True)) if u in held]
         rest = self.anatomy.rest
         if rest in held:
@@ -177,7 +181,8 @@ class Session:
             if self.placement.state[rest] == DEVICE:
                 self._actions.ledger.arrive(rest, arrival.present)
                 self._actions.ledger.note_square(rest, None)
-        program = build.update(self.spec, self.placement, order, self._stream.slots, norm=early is None)
+        guessed = self._guessing.hand_over()
+        program = build.update(self.spec, self.placement, order, self._stream.slots, early is None, guessed)
         self.steps, self._early_notes = number, early
         self._stream.updates += 1
         self._stream.held.clear()
@@ -196,15 +201,22 @@ class Session:
 
     def _early(self, pass_: Pass) -> dict[str, Any] | None:
         self._micro_batches += pass_.micro_batches
-        if not self.options.updates_at_once or self._micro_batches < (self.options.accumulation or 0):
-            return None
-        return {"step": self.steps + 1, "groups": self._groups(), "squares": []}
+        return {**self._now(), "squares": []} if self.options.updates_at_once and self._complete() else None
+
+    def _complete(self) -> bool | None:
+        """Whether the backward under way is the last of its step; None when nothing is declared."""
+        return None if self.options.accumulation is None else self._micro_batches >= self.options.accumulation
+
+    def _now(self) -> dict[str, Any]:
+        """What updates of the step under way must know."""
+        return {"step": self.steps + 1, "groups": self._groups()}
 
     def zero_grad(self) -> None:
         """Drop gradients that no step has used."""
         if self.closed:
             return
         self._gradients.hide()
+        self._guessing.drop()
         if self.guard is not None:
             self.guard.drop(self.steps)
         held, ledger = self._stream.held, self._actions.ledger

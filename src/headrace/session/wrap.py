@@ -31,7 +31,7 @@ from headrace.optim.ledger import Ledger
 from headrace.optim.rules import Rule, rule_of
 from headrace.plan.place import Budgets, choose
 from headrace.plan.summary import summary
-from headrace.plan.updates import place_updates
+from headrace.plan.updates import place_logs, place_updates
 from headrace.schedule import build
 from headrace.schedule.build import ROWS, Visit
 from headrace.session import options as option_room
@@ -72,8 +72,8 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **giv
       max_grad_norm=None     clip the global norm of all gradients to this; no clipping
       moments="float32"      format of the optimizer's moments; "bfloat16" halves them
       overlap=True           copies, disk and updates run beside the compute; False: one after the other
-      threads=None           threads of the update on the host; the CPUs that this process may use
       update="auto"          where weights are updated whose state is in RAM: "host", "device" or "both" at a time
+      threads=None           threads of the update on the host; the CPUs that this process may use
       on_nonfinite="skip"    an infinite or NaN gradient: "skip" the step, or "stop" with an error
       lr=None                learning rate of the AdamW made here; 1e-5, which an event tells
       seed=None              torch.manual_seed at the start, for what the training draws
@@ -103,7 +103,7 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **giv
     anatomy = _anatomy(model, optimizer, rule, device, options, events)
     anatomy.spec = _summed(anatomy, events)
     budgets = _budgets(options, device)
-    placement = _place(anatomy, options, budgets, device, events)
+    placement = _place(anatomy, rule, options, budgets, device, events)
     anatomy.spec = _widened(anatomy.spec, placement)
     with contextlib.ExitStack() as failed:
         session = _open(model, optimizer, rule, anatomy, placement, budgets, device, options, events, failed)
@@ -212,7 +212,9 @@ def _narrow(model: nn.Module, groups: dict[int, int]) -> frozenset[int]:
     )
 
 
-def _place(anatomy: Anatomy, options: Options, budgets: Budgets, device: torch.device, events: EventLog) -> Placement:
+def _place(
+    anatomy: Anatomy, rule: Rule, options: Options, budgets: Budgets, device: torch.device, events: EventLog
+) -> Placement:
     count = len(anatomy.spec.units)
     choice = options.placement
     inputs = HOST if device.type == "cuda" else DEVICE
@@ -228,6 +230,9 @@ def _place(anatomy: Anatomy, options: Options, budgets: Budgets, device: torch.d
     placement, why = choose(anatomy.spec, budgets, base, choice)
     placement, updates = place_updates(anatomy.spec, placement, budgets, options.update)
     events.add("updates", updates)
+    if not options.updates_at_once and rule.kind == "adamw" and options.moments == "float32":
+        placement, guesses = place_logs(anatomy.spec, placement, budgets)
+        events.add("guesses", guesses)
     events.add("placement", summary(anatomy.spec, placement), why=why,
                device_memory="no limit" if budgets.device is None else format_bytes(budgets.device),
                host_memory=format_bytes(budgets.host))  # fmt: skip

@@ -9,6 +9,8 @@ from headrace.spec.model import BLOCK, REST, ModelSpec, Unit
 from headrace.spec.placement import DEVICE, DISK, HOST, Placement
 
 PAGE = 4096
+ALIGNMENT = 256
+"""Where tensors inside a place begin."""
 
 
 def round_up(nbytes: int, step: int = PAGE) -> int:
@@ -38,16 +40,33 @@ def ring_bytes(spec: ModelSpec, placement: Placement) -> int:
 
 
 def piece_bytes(spec: ModelSpec, placement: Placement) -> int:
-    """One place on the device that units pass for their update: each tensor's part of it begins at 256 bytes."""
+    """One place on the device that units pass for their update."""
     passing = [u for u in spec.units if passes_device(u, placement)]
     element = max((_element_bytes(unit) for unit in passing), default=0)
-    return placement.piece * element + 256 * (2 + max((len(unit.parts) for unit in passing), default=0))
+    return placement.piece * element + ALIGNMENT * (2 + max((len(unit.parts) for unit in passing), default=0))
 
 
 def passes_device(unit: Unit, placement: Placement) -> bool:
     """Its update runs on the device while its state lives in host memory."""
     index = unit.index
     return bool(unit.trained.entries) and placement.state[index] == HOST and placement.updated_on(index) == DEVICE
+
+
+def log_bytes(unit: Unit) -> int:
+    """A log of the unit's update, from which it can be taken back (see kernels/update_log)."""
+    sizes = [entry.padded for entry in unit.trained.entries]
+    return sum(3 * size + -(-size // 1024) * 578 + 2 * ALIGNMENT for size in sizes)
+
+
+def keeps_log(unit: Unit, placement: Placement) -> bool:
+    """Its update may be made before the norm is known, and taken back."""
+    index = unit.index
+    return unit.kind == BLOCK and bool(unit.trained.entries) and placement.state[index] == HOST == placement.home(index)
+
+
+def log_place_bytes(spec: ModelSpec, placement: Placement) -> int:
+    """One place for a log."""
+    return max((log_bytes(unit) for unit in spec.units if keeps_log(unit, placement)), default=0)
 
 
 def _element_bytes(unit: Unit) -> int:
@@ -134,6 +153,8 @@ def footprint(spec: ModelSpec, placement: Placement) -> Footprint:
         device["state"] += placement.pieces * round_up(piece_bytes(spec, placement))
     if placement.staged and any(placement.home(unit.index) == DISK for unit in streaming):
         host["stages"] += slot * placement.slots
+    if placement.logs:
+        host["logs"] = placement.logs * round_up(log_place_bytes(spec, placement))
     host["grads"] += placement.ring * round_up(ring_bytes(spec, placement))
     host["stages"] += send * placement.grad_slots  # where gradients to be added arrive
     host["stages"] += placement.update_slots * max((stage_bytes(unit, placement) for unit in units), default=0)

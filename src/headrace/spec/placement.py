@@ -29,6 +29,8 @@ class Placement:
     piece: int = 0
     """Elements of a unit that are on the device at a time for an update there; `pieces` of them pass at once."""
     pieces: int = 3
+    logs: int = 0
+    """Logs in host memory of updates that are made before the norm of all gradients is known."""
     ring: int = 0
     """Host places that the gradients of blocks pass through, when every block is updated at once. 0: each has one."""
     guarded: bool = False

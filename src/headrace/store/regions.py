@@ -19,6 +19,7 @@ from headrace.spec.footprint import (
     Footprint,
     footprint,
     guard_bytes,
+    log_place_bytes,
     needs_total,
     passes_device,
     piece_bytes,
@@ -66,9 +67,10 @@ class Regions:
         self._extents: dict[tuple[int, str], int] = {}
         self._extra: list[HostArena] = []
         self.places: dict[str, Tensor] = {}
-        """Slots s0.., host stages h0.., gradient slots g0.., places of updates on the device d0.., arrival stages a0.., update stages u0.., the fp32 buffer
-        `total`, the rest's gradients on the device `r`, its weights as the device has them `rest`; and for the check of
-        one block `check weights`, `check grads`, and `check stage` for what comes from the disk."""
+        """Slots s0.., host stages h0.., gradient slots g0.., places of updates on the device d0.., arrival stages a0..,
+        update stages u0.., logs of guesses l0.., the fp32 buffer `total`, the rest's gradients on the device `r`, its
+        weights as the device has them `rest`; and for the check of one block `check weights`, `check grads`, and
+        `check stage` for what comes from the disk."""
         device_parts: list[tuple[Callable[[Tensor], None], int]] = []
         host_parts: list[tuple[Callable[[Tensor], None], int]] = []
         disk_bytes = self._plan_homes(device_parts, host_parts)
@@ -126,6 +128,7 @@ class Regions:
             ("d", piece_bytes(spec, placement) if passing else 0, placement.pieces if passing else 0, device_parts),
             ("h", slot if staged else 0, placement.slots, host_parts),
             ("a", send, placement.grad_slots, host_parts),
+            ("l", log_place_bytes(spec, placement), placement.logs, host_parts),
             ("q", ring_bytes(spec, placement), placement.ring, host_parts),
             ("u", stage, placement.update_slots, host_parts),
             ("check weights", guard.weights, 1, device_parts),

@@ -1,0 +1,67 @@
+"""Updates made before it is known that they are right, and how they are kept or taken back bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from headrace.kernels import ops
+from headrace.optim.rules import Call, Hyper
+from headrace.spec.footprint import ALIGNMENT, round_up
+
+
+@dataclass
+class Guess:
+    """One unit's update as if its gradients needed no clipping and were finite."""
+
+    groups: Sequence[Hyper]
+    present: list[bool]
+    logged: list[tuple[Call, Tensor, int]]
+    """Each kernel call with its log, and how many chunks it left for later."""
+
+
+class Guesses:
+    """The guesses under way, by unit. One lane uses it."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, Guess] = {}
+
+    def make(
+        self, unit: int, log: Tensor, calls: Iterable[Call], groups: Sequence[Hyper], present: Sequence[bool]
+    ) -> None:
+        """Update in place, with a log in the bytes of `log`."""
+        guess = self._made[unit] = Guess(groups, list(present), [])
+        start = 0
+        for call in calls:
+            part = log[start : start + ops.adamw_log_bytes(call.numel)]
+            start += round_up(part.numel(), ALIGNMENT)
+            left = ops.adamw_logged_(**_tensors(call), log=part, **call.scalars)
+            guess.logged.append((call, part, left))
+
+    def settle(self, unit: int, scale: float | None, groups: Sequence[Hyper], present: Sequence[bool]) -> bool:
+        """What is known now: the factor on the gradients (None: the step is skipped), and what the update is made with.
+        True when the guess was right, and the update is complete; else the unit is as it was before."""
+        guess = self._made.get(unit)
+        if guess is None:
+            return False
+        if scale != 1.0 or guess.groups != groups or guess.present != list(present):
+            self.undo(unit)
+            return False
+        for call, log, left in guess.logged:
+            if left:
+                ops.adamw_finish_(**_tensors(call), log=log, **call.scalars)
+        del self._made[unit]
+        return True
+
+    def undo(self, unit: int) -> None:
+        """Take a guess back, if there is one."""
+        guess = self._made.pop(unit, None)
+        for call, log, _ in guess.logged if guess is not None else ():
+            ops.adamw_undo_(**_tensors(call), log=log, **call.scalars)
+
+
+def _tensors(call: Call) -> dict[str, Any]:
+    return {**call.updated, "grad": call.grad}
