@@ -139,23 +139,27 @@ def test_bf16_weights_after_many_steps(home: str, device: str) -> None:
 @pytest.mark.parametrize("option", [None, "bfloat16"])
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "gemma2", "plain"])
 def test_autocast(name: str, option: str | None, rows: int | None, device: str) -> None:
-    """An fp32 model under bf16 autocast. With the option its matrices stream as bf16: what autocast makes of them."""
-    plain, model = build(name), build(name)
+    """An fp32 model under bf16 autocast. With the option its matrices stream as bf16: what autocast makes of them.
+
+    In rows its sums are rounded in other places than plain autocast's: then its weights are no further from those of
+    training in fp32 than plain autocast's are, up to 6e-3 for Gemma 2.
+    """
+    plain, model, true = build(name), build(name), build(name)
     with torch.no_grad():
-        for side in (plain, model):  # no exact ties, where the two roundings differ
+        for side in (plain, model, true):  # no exact ties, where the two roundings differ
             for parameter in side.parameters():
                 ties = (parameter.view(torch.int32) & 0xFFFF) == 0x8000
                 parameter.view(torch.int32).sub_(ties.int())
-    plain = plain.to(device)
+    plain, true = plain.to(device), true.to(device)
     exact = device == "cpu"  # on a GPU the head's tiles may run other kernels
-    optimizers = [adamw(plain.parameters()), adamw(model.parameters())]
+    optimizers = [adamw(side.parameters()) for side in (plain, model, true)]
     model, optimizers[1] = headrace.wrap(model, optimizers[1], device=device, autocast=option, rows=rows, threads=1)
     with headrace.session(model):
         for number in range(2):
             batch = mover(device)(token_batch(4, 7, number))
             losses = []
-            for side in (plain, model):
-                with torch.autocast(device, torch.bfloat16):
+            for side in (plain, model, true):
+                with torch.autocast(device, torch.bfloat16, enabled=side is not true):
                     losses.append(logits_loss(side, batch))
                 losses[-1].backward()
             if number == 0 and rows is None:
@@ -169,8 +173,12 @@ def test_autocast(name: str, option: str | None, rows: int | None, device: str) 
         if option is not None:
             kinds = {entry.dtype for _, _, entry in headrace.session(model).spec.pieces() if len(entry.shape) == 2}
             assert "bfloat16" in kinds
-        for weight, parameter in plain.named_parameters():
-            assert error(model.state_dict()[weight], parameter) < 2e-3, weight
+        got = model.state_dict()
+        for (weight, theirs), (_, exactly) in zip(plain.named_parameters(), true.named_parameters(), strict=True):
+            if rows is None:
+                assert error(got[weight], theirs) < 2e-3, weight
+            else:
+                assert error(got[weight], exactly) < 1.25 * error(theirs, exactly) + 1e-3, weight
 
 
 def test_autocast_without_gradients(device: str) -> None:

@@ -147,16 +147,18 @@ def test_model(name: str, case: Case, device: str, tmp_path: Path, monkeypatch: 
     torch.manual_seed(2)
     plain: Any = make().train()
     with torch.no_grad():
-        for parameter in plain.parameters():
+        for weight, parameter in plain.named_parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn(parameter.shape))
+            if weight.endswith("q_norm.weight"):  # sharp attention would multiply the rounding of two right results
+                parameter.mul_(0.3)
     model: Any = copy.deepcopy(plain)
     plain = plain.to(device)
     family = (Everything if name == "t5" else Family)(make, batch, loss)
     want = train_plain(plain, sgd(plain.parameters()), family, case.clip, move=mover(device))
     model, optimizer = headrace.wrap(model, sgd(model.parameters()), device=device, **case.options(tmp_path))
     with headrace.session(model) as session:
-        # Gemma 3n's own noise, from weights one bit off, is 5e-6.
+        # Weights one bit off move gradients of the plain Gemma 3n by 7e-6, and so do rows in another grouping.
         check(train_streamed(model, optimizer, family, move=mover(device)), want, 3e-5 if name == "gemma3n" else 1e-5)
         for ours, theirs in zip(model.buffers(), plain.buffers(), strict=True):
             assert error(ours, theirs) < 1e-5  # running statistics moved once a forward

@@ -17,7 +17,7 @@ from headrace.base.errors import HeadraceError
 from headrace.executor import stream
 from parity import zoo
 from parity.cases import mover
-from parity.reference import Trace, check, sgd, train_plain, train_streamed
+from parity.reference import TOLERANCE, Trace, check, sgd, train_plain, train_streamed
 
 NEEDED = 60
 """Classes that must stream."""
@@ -98,7 +98,9 @@ def test_class(
         for options in OPTIONS if pytestconfig.getoption("--all-families") else (OPTIONS[number],):
             whole = {"rows": None} if zoo.family_name(class_name) in zoo.RANDOM else {}
             got = streamed(copy.deepcopy(model), class_name, device, {**options, **whole, "disk_dir": tmp_path})
-            check(got, want)
+            # A GPU sums in other orders for rows, tiles and whole batches: several such bits on the way.
+            noise = zoo.NOISE.get(zoo.family_name(class_name), 0.0) if device != "cpu" else 0.0
+            check(got, want, max(TOLERANCE, 4 * noise))
         outcome = "streamed"
     except HeadraceError as error:
         outcome = f"refused: {' '.join(str(error).split())}"

@@ -119,6 +119,9 @@ TWEAKS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """What names of fields do not say, by the family's name: layer patterns that need more layers than there are here, and
 sizes that must agree."""
+NOISE = {"Gemma4": 7.4e-6}
+"""Families whose gradients move by nearly the tolerance when all weights are one bit off, and by how much at most: the
+gate of a layer's own inputs is tiny, and a norm follows it. Measured in plain PyTorch, `train_plain` twice."""
 RANDOM = ("Phimoe",)
 """Families whose blocks draw random numbers without any dropout: whole batches only, and no window."""
 ROOT = Path(__file__).parents[2]
