@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,13 @@ def train_to_the_end(model: Any, optimizer: Any, step: int) -> None:
     headrace.session(model).wait()
 
 
+def held() -> int:
+    """Bytes on the device that tests before this one have left: cuBLAS keeps 32 MiB for each thread that has ever
+    multiplied, such as those of micro-batches."""
+    gc.collect()
+    return torch.cuda.memory_allocated()
+
+
 def wide() -> Any:
     """Its activations are far larger than its weights."""
     return llama(dtype=torch.bfloat16, hidden_size=256, intermediate_size=688, max_position_embeddings=1024)
@@ -109,9 +117,10 @@ def train_16(model: Any, optimizer: Any) -> None:
 
 def test_its_memory_is_part_of_the_trial() -> None:
     """A whole block in fp32 is more than the rows of the visit; where it does not fit, the rows are checked."""
+    before = held()
     plain, _ = bound()
     whole, events = bound(guard_every=1)
-    assert whole > 1.5 * plain and not [text for text in events if "some rows at a time" in text]
+    assert whole - before > 1.5 * (plain - before) and not [text for text in events if "some rows at a time" in text]
     sliced, events = bound(guard_every=1, device_memory=(plain + whole) // 2)
     assert [text for text in events if "some rows at a time" in text]
     assert plain <= sliced <= (plain + whole) // 2
@@ -122,10 +131,11 @@ def test_its_memory_is_part_of_the_trial() -> None:
 
 def test_verify(tmp_path: Path) -> None:
     """Streamed on the device under a budget, against resident on the device."""
+    budget = held() + (160 << 20)
     for dtype in (torch.float32, torch.bfloat16):
         batches = [{"input_ids": ids, "labels": ids} for ids in (batch(3, 19, step, 257) for step in range(3))]
         places = {tier: {"weights": tier, "state": tier} for tier in ("host", "disk", "device")}
-        options = {"device": "cuda", "device_memory": "160MiB", "disk_dir": tmp_path}
+        options = {"device": "cuda", "device_memory": budget, "disk_dir": tmp_path}
         build = lambda dtype=dtype: llama(dtype=dtype)
         verdict = verify(build, build, batches, places, options)
         assert verdict.passed, [run.failures for run in verdict.runs]
