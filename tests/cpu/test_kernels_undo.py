@@ -247,4 +247,4 @@ def test_warm_up_compiles_it_when_asked(monkeypatch: pytest.MonkeyPatch) -> None
     ops.warm_up()
     assert "adamw_logged_" not in called
     ops.warm_up(undo=True)
-    assert called[-2:] == ["adamw_logged_", "adamw_undo_"]
+    assert called[-3:] == ["adamw_logged_", "adamw_undo_", "adamw_finish_"]

@@ -39,7 +39,7 @@ from headrace.kernels.checks import (
 )
 from headrace.kernels.scalars import AdamOptions, AdamScalars, adam_scalars, sgd_scalars
 from headrace.kernels.threads import available_threads, set_threads
-from headrace.kernels.update_log import log_bytes
+from headrace.spec.formats import undo_log_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -106,7 +106,7 @@ def adamw_(
 
 def adamw_log_bytes(size: int) -> int:
     """Bytes of the log of `adamw_logged_` for `size` elements: 2.38 each, and 388 at least."""
-    return log_bytes(size)
+    return undo_log_bytes(size)
 
 
 def adamw_logged_(
@@ -117,8 +117,8 @@ def adamw_logged_(
     """`adamw_` with fp32 moments in host memory, such that `adamw_undo_` can take it back; bits are those of `adamw_`.
 
     Returns how many chunks (1024 elements, and what is left at the end) were not updated and wait for `adamw_finish_`:
-    those where a weight would become NaN, and those whose numbers follow too badly from the new ones. They are rare
-    once v has seen a few gradients, many where a gradient is a hundred times larger than before, and with beta1 = 0 or
+    those where a weight would become NaN, and those whose numbers follow too badly from the new ones. In the second
+    step that is nearly all, later next to none; with a gradient hundreds of times larger than before, beta1 = 0 or
     beta2 = 0 all. Moves 30 bytes per element with low and a bf16 gradient (`adamw_` moves 26).
     """
     scalars = _checked_log("adamw_logged_", weight, low, exp_avg, exp_avg_sq, grad, log, options)
@@ -341,6 +341,7 @@ def warm_up(
         log = torch.zeros(adamw_log_bytes(1), dtype=torch.uint8)
         adamw_logged_(weight, low, mean, square, term, log, **options)
         adamw_undo_(weight, low, mean, square, term, log, **options)
+        adamw_finish_(weight, low, mean, square, term, log, **options)
     return backend_name(device)
 
 
@@ -361,7 +362,7 @@ def _checked_log(
 ) -> AdamScalars:  # fmt: skip
     check_step(kernel, options["step"])
     check_flat(kernel, "weight", _adam_form(kernel, weight, low, exp_avg, exp_avg_sq, grad, SINGLE))
-    check_log(kernel, weight, log, log_bytes(weight.numel()))
+    check_log(kernel, weight, log, undo_log_bytes(weight.numel()))
     return adam_scalars(**options)
 
 

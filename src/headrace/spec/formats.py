@@ -11,3 +11,16 @@ ITEMSIZE = {
 def itemsize(dtype: str) -> int:
     """Bytes of one element of `dtype`."""
     return ITEMSIZE[dtype]
+
+
+UNDO_CHUNK = 1024
+"""Elements of an update that can be taken back which share a table of its log (see kernels/update_log)."""
+UNDO_CAPACITY = 64
+"""Numbers in a table: more bytes in every log against fewer chunks that must wait."""
+UNDO_TABLE = UNDO_CAPACITY * 6 + 2
+"""Bytes of a chunk's values, codes and count."""
+
+
+def undo_log_bytes(size: int) -> int:
+    """Bytes of the log for `size` elements: 2 each, and a table for each chunk."""
+    return -(-size // UNDO_CHUNK) * UNDO_TABLE + 2 * size

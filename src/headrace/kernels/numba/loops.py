@@ -318,7 +318,7 @@ def adamw_logged(weight, low, exp_avg, exp_avg_sq, grad, values, codes, counts, 
                 marked = np.uint8(0)
                 for i in range(np.uint64(64)):
                     marked |= marks[t, start + i]
-                if marked:
+                if marked and count <= capacity:
                     for code in range(np.uint64(3) * start, np.uint64(3) * min(start + np.uint64(64), last - first)):
                         i, which = code // np.uint64(3), code % np.uint64(3)
                         if (marks[t, i] >> which) & 1:
@@ -359,3 +359,15 @@ def adamw_undo(weight, low, exp_avg, exp_avg_sq, grad, values, codes, counts, lo
                     exp_avg[first + np.uint64(codes[c, k] // 3)] = number_of(values[c, k])
                 elif codes[c, k] % 3 == 1:
                     exp_avg_sq[first + np.uint64(codes[c, k] // 3)] = number_of(values[c, k])
+
+
+def adamw_left(weight, low, exp_avg, exp_avg_sq, grad, counts, size, left, scalars):
+    for c in prange(counts.shape[0]):
+        (grad_scale, l2, decay, beta1, beta2, share1, share2, inverse_root, eps, step_size, _, _, _) = scalars
+        if counts[c] == left:
+            for e in range(np.uint64(c * size), np.uint64(min((c + 1) * size, grad.shape[0]))):
+                master, m, v = adam_step(number_of(master_bits(weight, low, e)), exp_avg[e], exp_avg_sq[e],
+                                         widen(grad[e]), grad_scale, l2, decay, beta1, beta2, share1, share2,
+                                         inverse_root, eps, step_size)  # fmt: skip
+                exp_avg[e], exp_avg_sq[e] = m, v
+                put_master(weight, low, e, bits_of(master) if master == master else np.uint32(0x7FC00000))

@@ -7,10 +7,9 @@ from torch import Tensor
 
 from headrace.kernels.numba import loops
 from headrace.kernels.numba.compiled import Array, array, run
-from headrace.kernels.numba.updates import adamw_
 from headrace.kernels.scalars import AdamScalars, inverse_scalars
 from headrace.kernels.threads import threads
-from headrace.kernels.update_log import CHUNK, LEFT, log_parts, update_left
+from headrace.kernels.update_log import CHUNK, LEFT, log_parts
 
 
 def adamw_logged_(
@@ -41,7 +40,8 @@ def adamw_finish_(
     scalars: AdamScalars,
 ) -> None:  # fmt: skip
     """See `headrace.kernels.ops.adamw_finish_`."""
-    update_left(adamw_, weight, low, exp_avg, exp_avg_sq, grad, log, scalars)
+    state, counts = _state(weight, low, exp_avg, exp_avg_sq, grad), _parts(log, weight.numel())[2]
+    run(loops.adamw_left, *state, counts, CHUNK, LEFT, _numbers(scalars))
 
 
 def _state(weight: Tensor, low: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor) -> list[Array]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from headrace.kernels.reference.gradients import pieces
 from headrace.kernels.reference.updates import adamw_
 from headrace.kernels.scalars import AdamScalars, inverse_scalars
-from headrace.kernels.update_log import CAPACITY, CHUNK, LEFT, UpdateLog, log_parts, update_left
+from headrace.kernels.update_log import CAPACITY, CHUNK, LEFT, UpdateLog, log_parts
 
 
 @torch.no_grad()
@@ -71,7 +71,14 @@ def adamw_finish_(
     scalars: AdamScalars,
 ) -> None:  # fmt: skip
     """See `headrace.kernels.ops.adamw_finish_`."""
-    update_left(adamw_, weight, low, exp_avg, exp_avg_sq, grad, log, scalars)
+    for mine, parts in _pieces(weight, low, exp_avg, exp_avg_sq, grad, log):
+        left = (parts.counts == LEFT).nonzero().flatten()
+        for run in left.tensor_split((left.diff() != 1).nonzero().flatten() + 1):
+            if run.numel():
+                here = slice(int(run[0]) * CHUNK, int(run[-1] + 1) * CHUNK)
+                w, remainder, m, v, g = mine
+                remainder = None if remainder is None else remainder[here]
+                adamw_(w[here], remainder, m[here], v[here], g[here], scalars)
 
 
 _OFFSETS = [[128], [8], [8]]  # added to the differences of mean, mean square and master, which then are not negative
