@@ -101,7 +101,7 @@ class Sink:
                 )
             return
         if key in self._taken:
-            target.add_(grad)
+            _add(target, grad)
         else:
             target.copy_(grad)
             self._taken.add(key)
@@ -192,6 +192,14 @@ class _Goal:
         for square in squares[1:]:
             total = total + square
         return Arrival(present, total)
+
+
+def _add(total: Tensor, grad: Tensor) -> None:
+    """total += grad; on a GPU by a kernel of our own where the formats differ, which torch adds at half the speed."""
+    if total.is_cuda and total.dtype == torch.float32 and grad.dtype == torch.bfloat16:
+        ops.accumulate_(total.view(-1), grad.reshape(-1), overwrite=False)
+    else:
+        total.add_(grad)
 
 
 def _segments(layout: Layout) -> list[tuple[int, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.spec.formats import itemsize
+from headrace.spec.formats import itemsize, undo_log_bytes
 from headrace.spec.model import BLOCK, REST, ModelSpec, Unit
 from headrace.spec.placement import DEVICE, DISK, HOST, Placement
 
@@ -54,8 +54,7 @@ def passes_device(unit: Unit, placement: Placement) -> bool:
 
 def log_bytes(unit: Unit) -> int:
     """A log of the unit's update, from which it can be taken back (see kernels/update_log)."""
-    sizes = [entry.padded for entry in unit.trained.entries]
-    return sum(3 * size + -(-size // 1024) * 578 + 2 * ALIGNMENT for size in sizes)
+    return sum(undo_log_bytes(entry.padded) + ALIGNMENT for entry in unit.trained.entries)
 
 
 def keeps_log(unit: Unit, placement: Placement) -> bool:
