@@ -157,11 +157,10 @@ STEPS: dict[str, tuple[Step, dict[str, Any]]] = {
     "checked": (plain_step, {"guard_every": 2}),
 }
 KEPT = {
-    "never clipped": 4 * 5, "no clipping": 4 * 5, "always clipped": 0, "clipped now and then": 4 * 2, "declared": 4 * 5,
-    "two backwards": 4 * 5, "infinite": 4 * 3, "one slot": 4 * 5, "some on disk": 3 * 5, "another rate": 0,
-    "dropped": 4 * 4,
+    "never clipped": 4 * 4, "no clipping": 4 * 4, "always clipped": 0, "clipped now and then": 4, "declared": 4 * 4,
+    "two backwards": 4 * 4, "infinite": 8, "one slot": 4 * 4, "some on disk": 3 * 4, "another rate": 0,
 }  # fmt: skip
-"""Of four blocks in six steps: not in the first, nor after one that was clipped or skipped."""
+"""Of four blocks in six steps: not in the first two, nor after one that was clipped or skipped."""
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -198,7 +197,7 @@ def test_as_many_as_there_are_logs(device: str, guesses: dict[str, int], monkeyp
         for number in range(3):
             plain_step(model, optimizer, number, device)
         session.wait()
-        assert guesses["kept"] == 2 * logs
+        assert guesses["kept"] == logs
         for kind in ("backward", "update"):
             assert check(session.program(kind)) == []
 

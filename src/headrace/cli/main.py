@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,6 +39,8 @@ def headrace(
     ] = False,
 ) -> None:
     """Train language models that do not fit on the accelerator."""
+    if sys.platform == "linux":  # buffers of many sizes then share what is free; read when a GPU is used first
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
 def _show_options(asked: bool) -> None:

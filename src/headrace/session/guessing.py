@@ -18,6 +18,9 @@ from headrace.schedule.build import Visit
 from headrace.spec.footprint import keeps_log
 from headrace.spec.model import BLOCK
 
+SETTLED = 2
+"""Updates of a block before its first guess: the mean square of one gradient does not follow from that of two, so that
+the log would have room for none."""
 PATIENCE = 2
 """Times that guesses are taken back before step() until there are no more."""
 
@@ -52,7 +55,11 @@ class Guessing:
         if not last or self._vain >= PATIENCE or verdict is None or verdict.scale != 1.0:
             return {}, {}
         blocks = [visit.unit for visit in reversed(visits) if visit.kind == BLOCK and visit.grad]
-        fitting = [unit for unit in dict.fromkeys(blocks) if keeps_log(stream.spec.units[unit], placement)]
+        steps = stream.actions.ledger.steps
+        fitting = [
+            unit for unit in dict.fromkeys(blocks)
+            if keeps_log(stream.spec.units[unit], placement) and min(steps[unit]) >= SETTLED
+        ]  # fmt: skip
         free = [f"l{number}" for number in range(placement.logs) if f"l{number}" not in self._pending.values()]
         chosen = dict(zip([unit for unit in fitting if unit not in self._pending], free, strict=False))
         self._pending.update(chosen)
