@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from guard_runs import EARLY, causal, streamed, train_plainly, train_with
 from headrace.base.errors import ParityError, StepError
 from headrace.executor import sink
 from headrace.executor.actions import Actions
+from headrace.model import compiled
 from headrace.model.visit import BlockVisit
 from headrace.session.parity_guard import BF16, FP32, NORMAL, STOP, WARNING
 from tiny_runs import assert_same, everything
@@ -199,11 +199,11 @@ def test_a_fault_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_compiler_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled blocks are checked against the forward that they came with."""
 
-    def wrong(graph: Any, inputs: Any) -> Any:
+    def wrong(graph: Any, *given: Any) -> Any:
         return lambda *given: tuple(factor[0] * result for result in graph(*given))
 
     torch.compiler.reset()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=wrong))
+    monkeypatch.setattr(compiled, "lower", wrong)
     factor = [1.0]
     with streamed(toy(), sgd, guard_every=1, compile=True, overlap=False) as (model, optimizer):
         train_with(model, optimizer)
