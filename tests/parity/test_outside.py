@@ -203,6 +203,18 @@ def test_weights_meet_tensors_of_the_device_that_they_name(device: str) -> None:
         assert_close(gradients(ours), gradients(plain))
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_weights_go_to_the_device_that_they_name(grad: bool) -> None:
+    """Where the tensors beside them are; the device here is `meta`, so that this holds without a GPU."""
+    with streamed(toy()) as (ours, _), torch.set_grad_enabled(grad):
+        up = ours.blocks[1].up
+        for weight in up.parameters():
+            weight._headrace_home.device = torch.device("meta")
+        x = torch.ones(3, 20)
+        assert up(x.to("meta")).device.type == "meta"
+        assert up(x).device.type == "cpu" and up.weight.norm().device.type == "cpu"
+
+
 def test_a_weight_that_a_block_takes_from_elsewhere_is_refused(device: str) -> None:
     """The block's own graph would bring it no gradient."""
 
