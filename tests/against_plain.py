@@ -165,3 +165,21 @@ def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     assert ours.keys() == theirs.keys()
     bad = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
     assert not bad, f"{len(bad)} of {len(theirs)} tensors differ: {bad[:5]}"
+
+
+def trains_alike(
+    model: nn.Module, device: str, loss: Callable[[nn.Module, Tensor], Tensor] = toy_loss, **options: Any
+) -> list[Any]:
+    """Three steps, gradients and weights each time. Returns the events."""
+    plain = copy.deepcopy(model).to(device)
+    optimizer = sgd(plain)
+    with streamed(model, device=device, **options) as (ours, driver):
+        for step in range(3):
+            for side in (plain, ours):
+                torch.manual_seed(step)
+                loss(side, batch(seed=step).to(device)).backward()
+            assert_close(gradients(ours), gradients(plain))
+            optimizer.step(), driver.step()
+            optimizer.zero_grad(), driver.zero_grad()
+            assert_close(weights(ours), weights(plain))
+        return list(headrace.session(ours).events)

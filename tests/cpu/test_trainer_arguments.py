@@ -144,7 +144,8 @@ def test_compilation_is_left_to_the_blocks(tmp_path: Path, monkeypatch: pytest.M
                                data_collator=collate, headrace=HOST)  # fmt: skip
         made.train()
         assert_same_run(made, plain)
-        assert [type(forward.__self__).__name__ for forward in compiled] == 2 * ["LlamaDecoderLayer"]
+        # Each block as one graph, and in parts in case that there is none.
+        assert [type(forward.__self__).__name__ for forward in compiled] == 2 * 2 * ["LlamaDecoderLayer"]
         assert any("compiled one by one" in str(event) for event in made.session.events)
         made.save_model(str(tmp_path / name / "saved"))
         assert not any("_orig_mod" in key for key in made.model.state_dict())

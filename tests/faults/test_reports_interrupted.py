@@ -191,18 +191,18 @@ def test_an_update_that_fails_is_not_saved_and_can_be_restored(
         return
     model, reference = trapped()
     plain = adamw(reference, foreach=False)
-    owner: Any = Rule if what == "update" else Regions
-    original = getattr(owner, what)
+    owner, name = (Rule, "calls") if what == "update" else (Regions, "write")
+    original = getattr(owner, name)
     armed: list[int] = []
 
-    def failing(self: Any, *args: Any, **kwargs: Any) -> None:
+    def failing(self: Any, *args: Any, **kwargs: Any) -> Any:
         if armed:
             armed[0] -= 1
             if armed[0] == 0:
                 raise Boom
-        original(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(owner, what, failing)
+    monkeypatch.setattr(owner, name, failing)
     options: dict[str, Any] = {"placement": {"weights": tiers[0], "state": tiers[1]}, "disk_dir": tmp_path}
     with streamed(model, adamw, overlap=overlap, window=2, **options) as (ours, optimizer):
         session = headrace.session(ours)
