@@ -57,7 +57,8 @@ class LazyLogits:
         self.dtype = dtype
         self.shape = torch.Size((*hidden.shape[:-1], vocab))
         self._compute = compute
-        self._origin = self if origin is None else origin
+        # None and not itself at first: in a cycle `hidden` would stay on the device until Python collects garbage.
+        self._origin = origin
         self._grad: bool = torch.is_grad_enabled() if origin is None else origin._grad
         # Of the head's raw output only a weak reference: a model that caps its logits does not keep both alive.
         self._raw: weakref.ref[Tensor] | None = None
@@ -66,7 +67,12 @@ class LazyLogits:
     @property
     def head_dtype(self) -> torch.dtype:
         """Dtype of the head's output, before the recorded steps."""
-        return self._origin.dtype
+        return self._first.dtype
+
+    @property
+    def _first(self) -> LazyLogits:
+        """What the head returned, before any step."""
+        return self if self._origin is None else self._origin
 
     @property
     def is_materialised(self) -> bool:
@@ -77,7 +83,7 @@ class LazyLogits:
         """The logits as a tensor, computed on the first call and kept."""
         if self._value is None:
             with torch.set_grad_enabled(self._grad):
-                value = self._origin._head_output()
+                value = self._first._head_output()
                 for step in self.steps:
                     value = step.apply(value)
             self._value = value
@@ -99,7 +105,7 @@ class LazyLogits:
             self.shape[-1],
             self.dtype if dtype is None else dtype,
             steps=(*self.steps, step),
-            origin=self._origin,
+            origin=self._first,
         )
 
     # What is recorded
