@@ -32,9 +32,16 @@ class DeviceUpdates:
         """Update in place. Returns the event of the end; None where nothing runs on streams."""
         end = None
         for call in calls:
-            for start in range(0, call.numel, self._regions.placement.piece):
-                end = self._piece(call, start, min(start + self._regions.placement.piece, call.numel))
+            size = self._fitting(call)
+            for start in range(0, call.numel, size):
+                end = self._piece(call, start, min(start + size, call.numel))
         return end
+
+    def _fitting(self, call: Call) -> int:
+        """Elements that a place holds: fewer than planned once gradients are summed in fp32."""
+        tensors = [tensor for tensor in (*call.updated.values(), call.grad) if tensor is not None]
+        room = self._regions.places["d0"].numel() - ALIGNMENT * len(tensors)
+        return room // sum(tensor.itemsize for tensor in tensors)
 
     def _piece(self, call: Call, start: int, stop: int) -> torch.cuda.Event | None:
         up, kernel, down = self._open()
