@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -16,7 +16,8 @@ from headrace.executor.head import LOGITS_AT_ONCE
 from headrace.executor.sink import Sink
 from headrace.model.surroundings import RandomState
 from headrace.model.visit import BlockVisit
-from headrace.spec.model import ModelSpec
+from headrace.spec.model import BLOCK, ModelSpec
+from headrace.store.regions import Regions
 
 LOGIT_BYTES = 14
 """Working memory of the loss for each logit of a tile by chunk in plain torch; leaner kernels take no more."""
@@ -42,9 +43,12 @@ class Trial:
 
     budget: int | None
     sink: Sink
+    regions: Regions
     events: EventLog
     bound: int | None = None
     """Most bytes of device memory that a step is expected to use."""
+    sends: bool = False
+    """Inputs of blocks may be sent to RAM although everything else is on the device."""
     guard: Rehearsed | None = None
     guard_bytes: int = 0
     """What its check takes beyond a visit of the block."""
@@ -54,7 +58,7 @@ class Trial:
         device = visit.stream.device
         if self.bound is not None or device.type != "cuda" or not visit.stream.recompute:
             return
-        hidden = max((t.nbytes for t in (*tensors, *results) if t.is_floating_point()), default=0)
+        hidden = max((t.nbytes for t in (*tensors, *results) if t.is_floating_point()), default=0) * len(visit.calls)
         base = torch.cuda.memory_allocated(device)
         random = RandomState.now(device)
         loss = _loss_bytes(visit.stream.spec, hidden)
@@ -74,11 +78,24 @@ class Trial:
                 self.guard_bytes = max(0, check - work)
                 work = max(work, check)
         random.restore(device)
-        self.bound = base + max(work, loss) + WINDOW_BUFFERS * hidden
+        self.bound = base + max(work, loss) + WINDOW_BUFFERS * hidden + self._inputs(hidden, max(work, loss) + base)
         self.events.add("memory", f"device memory stays below {format_bytes(self.bound)}",
                         block=format_bytes(work), allocated=format_bytes(base))  # fmt: skip
         if self.budget is not None and self.bound > self.budget:
             self._refuse(visit, base, work, loss, hidden)
+
+    def _inputs(self, hidden: int, others: int) -> int:
+        """Bytes of the blocks' inputs on the device, where they wait for the backward; 0 when they wait in RAM."""
+        regions = self.regions
+        size = hidden * sum(unit.kind == BLOCK for unit in regions.spec.units)
+        if regions.placement.offload:
+            return 0
+        if self.sends and self.budget is not None and others + WINDOW_BUFFERS * hidden + size > self.budget:
+            regions.placement = replace(regions.placement, offload=True)
+            self.events.add("inputs", "of blocks wait in host memory: the device has no room for them",
+                            bytes=format_bytes(size))  # fmt: skip
+            return 0
+        return size
 
     def _refuse(self, visit: BlockVisit, base: int, work: int, loss: int, hidden: int) -> None:
         room = self.budget - base - WINDOW_BUFFERS * hidden if self.budget is not None else 0

@@ -74,7 +74,7 @@ class Session:
         stream.begun, stream.ended = self._begun, self._gradients.show
         self.budgets = budgets
         """Bytes that may be used, by tier."""
-        self._trial = Trial(budgets.device, stream.sink, events)
+        self._trial = Trial(budgets.device, stream.sink, stream.regions, events, sends=options.placement == "auto")
         if options.check_memory:
             stream.trial = self._trial
         self.guard: ParityGuard | None = None

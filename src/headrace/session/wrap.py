@@ -228,6 +228,8 @@ def _place(
                      ring=RING if options.updates_at_once else 0,
                      guarded=bool(options.guard_every))  # fmt: skip
     placement, why = choose(anatomy.spec, budgets, base, choice)
+    if options.placement == "auto" and placement.resident:
+        placement = replace(placement, offload=False)
     placement, updates = place_updates(anatomy.spec, placement, budgets, options.update)
     events.add("updates", updates)
     if not options.updates_at_once and rule.kind == "adamw" and options.moments == "float32":

@@ -48,6 +48,11 @@ class Placement:
             return DEVICE
         return self.updates[unit] if self.updates else HOST
 
+    @property
+    def resident(self) -> bool:
+        """All weights and all state live on the device."""
+        return all(tier == DEVICE for tier in (*self.weights, *self.state))
+
     def streams(self, unit: int) -> bool:
         return self.weights[unit] != DEVICE
 
