@@ -133,7 +133,11 @@ class _Losses(torch.autograd.Function):
                               _part(grad_bias, first, size), rows_at_once(LOGITS_AT_ONCE, size, h))  # fmt: skip
 
         tiles.backward(body)
-        back = [None if g is None else g.to(h.dtype) for g, h in zip(into, hidden, strict=True)]
+        back = []
+        for h in hidden:  # one after the other, so that few are there in both formats
+            grad = into.pop(0)
+            back.append(None if grad is None else grad.to(h.dtype))
+            del grad
         return (None, None, None, None if grad_bias is None else grad_bias.to(bias.dtype), None, *back)
 
 

@@ -22,7 +22,7 @@ class Placement:
     """Block inputs wait in host memory between forward and backward."""
     grad_slots: int = 2
     update_slots: int = 3
-    input_slots: int = 3
+    input_slots: int = 2
     updates: tuple[str, ...] = ()
     """Where units are updated whose state is in host memory, by unit index: "host", or "device", which their weights,
     gradients and state pass in pieces. Empty: all on the host."""
