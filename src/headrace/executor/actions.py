@@ -25,6 +25,10 @@ from headrace.spec.placement import DEVICE
 from headrace.store.regions import Regions, typed
 
 
+ROWS_AT_ONCE = 4096
+"""Rows of an embedding that are copied at a time: tens of MiB."""
+
+
 class Guard(Protocol):
     """Judges gradients before they are used."""
 
@@ -304,7 +308,8 @@ def add_region(unit: Unit, home: Tensor, term: Tensor, first: bool) -> float:
 
 
 def _row_squares(matrix: Tensor, index: Tensor) -> float:
-    return float(ops.sum_squares(matrix.index_select(0, index).reshape(-1)))
+    parts = [ops.sum_squares(matrix.index_select(0, part).reshape(-1)) for part in index.split(ROWS_AT_ONCE)]
+    return float(torch.stack(parts).sum())
 
 
 def square_of(regions: Regions, unit: int, grads: Tensor) -> float:
