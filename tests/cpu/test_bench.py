@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from cpu.test_cli_world import headrace, save_model, start
-from headrace.cli.benchmark import measure
+from headrace.cli.benchmark import measure, run
 from headrace.cli.benchmark.peers import PEERS, left_out
 
 TINY = ("bench", "tiny", "--device", "cpu", "--layers", "2", "--steps", "2", "--warm-up", "1")
@@ -51,11 +51,32 @@ def test_the_report_adds_up() -> None:
         assert all(b["seconds"] == pytest.approx(b["amount"] / b["rate"]) for b in bounds.values())
         assert work["over"] == pytest.approx(work["seconds"] / max(b["seconds"] for b in bounds.values()))
         assert bounds[work["largest"]]["seconds"] == max(b["seconds"] for b in bounds.values())
+        assert work["over_floor"] == pytest.approx(work["seconds"] / work["floor_seconds"])
+        assert work["floor_seconds"] >= bounds[work["largest"]]["seconds"]
         assert work["utilisation"] == pytest.approx(work["model_flops"] / work["seconds"] / work["matmul_rate"])
         assert work["peaks"]["device"] == work["peaks"]["device_reserved"] > 0
         each, hidden = 14.5 * report["parameters"], 2 * 2 * work["tokens"] * 256
         assert work["peaks"]["host_bound"] == int(each + hidden + (4 << 30)) > work["peaks"]["host"] > 0
     assert report["works"][0]["grad_norm"] > 1e-3
+    session_rates = report["sessions"][0]["rates"]
+    assert session_rates["host"] == bounds["host update"]["rate"] and session_rates["updates"] is None
+
+
+def test_both_sides_of_the_updates_share_a_bound() -> None:
+    """All weights at the rate of both sides at once; with updates that wait the floor is the backward and they."""
+    code, printed = headrace(*TINY, "--work", "1x16@1e-9", "--placement", "host", "--update", "both", "--json")
+    assert code == 0, printed
+    report = report_of(printed)
+    (work,) = report["works"]
+    bounds = {bound["name"]: bound for bound in work["roofline"]}
+    assert bounds["updates"]["amount"] == report["parameters"]
+    assert bounds["updates"]["amount"] == bounds["host update"]["amount"] + bounds["device update"]["amount"]
+    assert bounds["updates"]["rate"] == report["sessions"][0]["rates"]["updates"] > 0
+    assert [lane["early"] for lane in work["lanes"].values()] == [0.0] * len(work["lanes"])
+    updates = max(bounds[name]["seconds"] for name in ("host update", "device update", "updates"))
+    assert bounds["compute"]["seconds"] < updates < work["floor_seconds"]
+    code, printed = headrace(*TINY, "--work", "1x16@1e-9", "--placement", "host", "--update", "both")
+    assert code == 0 and re.search(r"^  floor: \d+\.\d{3} s, where .* measured: [\d.]+ times", printed, re.MULTILINE)
 
 
 def test_no_clipping_updates_inside_the_backward() -> None:
@@ -197,6 +218,22 @@ def test_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (work["steps"], len(steps)) == (3, 4)  # the step in flight counts
     code, printed = headrace(*TINY, "--json", "--timeout", "0.01")
     assert code == 1 and report_of(printed)["works"] == []
+
+
+def test_the_time_is_up_while_a_session_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a library that was interrupted fails to clean up, and its error takes the place of ours."""
+
+    def interrupted(*arguments: Any) -> None:
+        try:
+            signal.raise_signal(signal.SIGALRM)
+        finally:
+            raise UnboundLocalError("nothing to put back")
+
+    monkeypatch.setattr(run, "build", interrupted)
+    code, printed = headrace(*TINY, "--json", "--timeout", "9999")
+    assert code == 1 and "UnboundLocalError" not in printed, printed
+    report = report_of(printed)
+    assert report["ended"] == "timeout" and report["works"] == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -13,8 +13,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiny_checkpoints
-from headrace.cli.benchmark.arithmetic import arithmetic_of
-from headrace.cli.benchmark.roofline import Bound, Load, Moved, bounds, largest, loads
+from headrace.cli.benchmark.arithmetic import Alone, arithmetic_of
+from headrace.cli.benchmark.roofline import Bound, Load, Moved, bounds, floor_seconds, largest, loads
 from headrace.cli.benchmark.shapes import SHAPES, QuickWeights, build, config_of
 from headrace.cli.benchmark.work import Work, parse_norm, parse_work
 from headrace.executor.trace import Span
@@ -77,11 +77,14 @@ def test_recompute_is_a_forward_more() -> None:
     arithmetic._measured["attention", 3, 16] = (0.5, 1.0)
     blocks, layers = sum(arithmetic.linears.values()), 2
     one = Work(3, 16, 1, None)
-    taken, rate = arithmetic.seconds(one, 8, True, torch.float32, CPU)
-    assert taken == pytest.approx(4 * blocks + 4 + 2 * layers)
-    assert rate == pytest.approx(6 * arithmetic.weights * 48 / (3 * (blocks + 1)))
-    taken, _ = arithmetic.seconds(Work(3, 16, 5, None), 8, False, torch.float32, CPU)
-    assert taken == pytest.approx(5 * (3 * blocks + 4 + 1.5 * layers))
+    alone = arithmetic.measured(one, 8, True, torch.float32, CPU)
+    assert alone.forward == pytest.approx(blocks + 1 + 0.5 * layers)
+    assert alone.backward == pytest.approx(3 * blocks + 3 + 1.5 * layers)
+    assert alone.seconds == alone.forward + alone.backward
+    assert alone.rate == pytest.approx(6 * arithmetic.weights * 48 / (3 * (blocks + 1)))
+    alone = arithmetic.measured(Work(3, 16, 5, None), 8, False, torch.float32, CPU)
+    assert alone.forward == pytest.approx(5 * (blocks + 1 + 0.5 * layers))
+    assert alone.backward == pytest.approx(5 * (2 * blocks + 3 + layers))
 
 
 def test_shapes_have_the_sizes_they_are_named_for() -> None:
@@ -103,13 +106,52 @@ def test_quick_weights() -> None:
     assert (norm == 1).all() and (bias == 0).all()
 
 
+def span_of(verb: str, unit: int, lane: str, start: float, end: float, nbytes: int = 0, **op: str) -> Span:
+    region, place = op.get("region", "state"), op.get("place", "-")
+    return Span(Op(0, verb, region, unit, place, lane), 0, op.get("program", "update"), start, end, nbytes)
+
+
+def test_guesses_update_once() -> None:
+    """A guess that is confirmed, one that is taken back between two steps, an update inside the backward, one after
+    it: each weight is counted once, the first and the third as early."""
+    spec = made(2)
+    trained = [sum(entry.numel for entry in unit.trained.entries) for unit in spec.units]
+    found = loads([
+        span_of("UPDATE", 0, "host", 0, 1, region="guess", place="l0", program="backward"),
+        span_of("UPDATE", 1, "host", 1, 2, region="guess", place="l1", program="backward"),
+        span_of("UPDATE", 1, "host", 2, 3, region="undo", place="l1", program="undo"),
+        span_of("UPDATE", 1, "host", 3, 5, program="update"),
+        span_of("UPDATE", 0, "host", 5, 6, place="l0", program="update"),
+        span_of("UPDATE", 2, "device", 0, 3, place="q0>-", program="backward"),
+    ], spec, 1)  # fmt: skip
+    assert found["host"] == Load(6.0, 0.0, trained[0] + trained[1], trained[0])
+    assert found["device"] == Load(3.0, 0.0, trained[2], trained[2])
+
+
+def test_the_floor_counts_what_updates_cannot_hide_behind() -> None:
+    """Backward 4, forward 2: updates that all wait take what they take beyond the forward, guessed ones less."""
+    alone = Alone(2.0, 4.0, 1e12)
+
+    def floor(seconds: float, early: float, link: float = 1.0) -> float:
+        listed = [
+            Bound("link up", link, "B", 1.0), Bound("host update", seconds / 2, "weights", 1.0),
+            Bound("updates", seconds, "weights", 1.0), Bound("compute", 6.0, "FLOP", 1.0),
+        ]  # fmt: skip
+        found = {"host": Load(1.0, 0.0, 60.0, 100 * early), "device": Load(1.0, 0.0, 40.0)}
+        return floor_seconds(listed, found, alone)
+
+    assert floor(5.0, early=0.0) == 4.0 + 5.0
+    assert floor(1.0, early=0.0) == 4.0 + 2.0
+    assert floor(5.0, early=0.4) == pytest.approx(4.0 + 3.0)
+    assert floor(5.0, early=0.0, link=11.0) == 11.0
+    assert floor_seconds([], {}, alone) == 6.0
+
+
 def test_loads_and_bounds() -> None:
     """What lanes did in two steps, by hand; the bound is the largest of what each takes alone."""
     spec = made(2)
 
-    def span(verb: str, unit: int, lane: str, start: float, end: float, nbytes: int = 0) -> Span:
-        return Span(Op(0, verb, "-", unit, "-", lane), 0, "made", start, end, nbytes)
-
+    span = span_of
     trained = [sum(entry.numel for entry in unit.trained.entries) for unit in spec.units]
     found = loads([
         span("LOAD", 0, "h2d", 0, 1, 100), span("LOAD", 1, "h2d", 1.5, 2, 50), span("FORWARD", 0, "compute", 1, 4),
@@ -120,15 +162,16 @@ def test_loads_and_bounds() -> None:
     listed = bounds(
         found,
         Moved(300.0, 40.0, 0.0, 8.0),
-        LaneRates(up=100.0, down=100.0, both=120.0, host=1e9, write=4.0, link_beside=60.0),
+        LaneRates(up=100.0, down=100.0, both=120.0, host=1e9, write=4.0, link_beside=60.0, updates=100.0),
         Bound("compute", 5.0, "FLOP", 2.0),
     )
     assert {bound.name: bound.seconds for bound in listed} == pytest.approx({
         "link up": 3.0, "link down": 0.4, "link both ways": 340 / 120, "host update": trained[0] / 2 / 1e9,
-        "disk write": 2.0, "compute": 2.5,
+        "updates": sum(trained[:2]) / 2 / 100, "disk write": 2.0, "compute": 2.5,
     })  # fmt: skip
     top = largest(listed)
-    assert top is not None and top.name == "link up" and largest([]) is None
+    assert top is not None and top.name == "updates" and largest([]) is None
+    assert largest([bound for bound in listed if bound is not top]) == listed[0]
     assert next(bound.seconds_beside for bound in listed if bound.name == "link both ways") == pytest.approx(340 / 60)
 
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from rich.console import Console
 
 from cpu.test_cli_world import headrace
 from headrace import __version__
 from headrace.cli.config import FLAGS, RunConfig
+from headrace.cli.main import app
 from headrace.cli.progress import Display, StepLog
 from headrace.cli.rates import rate_factor
 from headrace.cli.signals import Stop, Stopped
@@ -48,6 +54,50 @@ def test_version_and_help() -> None:
     assert code == 0
     for name in FLAGS:
         assert "--" + name.replace("_", "-") in printed
+
+
+def callbacks() -> dict[str, Callable[..., Any]]:
+    """The function behind `headrace` and those behind its commands, by name."""
+    found = {command.callback.__name__: command.callback for command in app.registered_commands if command.callback}
+    assert set(found) == {"train", "sample", "verify", "bench"}
+    assert app.registered_callback is not None and app.registered_callback.callback is not None
+    return {"": app.registered_callback.callback, **found}
+
+
+RENAMED = {"settings": "--set", "compiled": "--compile", "as_json": "--json", "listed": "--list"}
+"""Options whose variable has another name than they."""
+
+
+@pytest.mark.parametrize("command", callbacks())
+def test_every_option_is_named_where_it_is_declared(command: str) -> None:
+    """Some releases of typer name an option after its metavar where it has no name: --WORK. What a declaration says is
+    what the parser takes and what the help shows."""
+    group: Any = typer.main.get_command(app)
+    parsed = {parameter.name: parameter for parameter in (group.commands[command] if command else group).params}
+    _, printed = headrace(*([command] if command else []), "--help")
+    options = 0
+    for parameter in inspect.signature(callbacks()[command], eval_str=True).parameters.values():
+        places = [*getattr(parameter.annotation, "__metadata__", ()), parameter.default]
+        info = next((place for place in places if isinstance(place, typer.models.OptionInfo)), None)
+        if info is None:
+            continue
+        wanted = RENAMED.get(parameter.name, "--" + parameter.name.replace("_", "-"))
+        names = [name for name in (info.default, *(info.param_decls or ())) if str(name).startswith("--")]
+        assert names, f"{parameter.name} has no name of its own"  # in Annotated the first word is it
+        assert names[0].split("/")[0] == parsed[parameter.name].opts[0] == wanted
+        assert re.fullmatch(r"--[a-z]+(-[a-z]+)*", wanted) and re.search(rf"{wanted}\b", printed), wanted
+        options += 1
+    assert options >= (1 if not command else 5)
+
+
+def test_options_that_the_readme_shows_are_there() -> None:
+    group: Any = typer.main.get_command(app)
+    lines = (Path(__file__).parents[2] / "README.md").read_text().replace("\\\n", " ").splitlines()
+    shown = [(words[1], word.split("=")[0]) for words in map(str.split, lines) if words[:1] == ["headrace"]
+             for word in words if word.startswith("--") and word != "--help"]  # fmt: skip
+    assert {"train", "verify", "bench"} <= {command for command, _ in shown}
+    for command, option in shown:
+        assert any(option in parameter.opts for parameter in group.commands[command].params), (command, option)
 
 
 def test_configuration_errors_exit_2_all_at_once(tmp_path: Path) -> None:

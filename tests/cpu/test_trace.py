@@ -15,7 +15,7 @@ import headrace
 import tiny_runs
 from headrace.executor.trace import Span, Trace
 from headrace.schedule.op import LANES
-from headrace.session.measuring import clip, lane_rates
+from headrace.session.measuring import _updates, clip, lane_rates
 from headrace.spec.model import REST
 
 
@@ -141,7 +141,23 @@ def test_rates_of_updates_on_the_device(tmp_path: Path) -> None:
     _, _, model = traced("host", tmp_path, update="both")
     with headrace.session(model) as session:
         found = lane_rates(session)
-        assert found.device and found.host
+        assert found.device and found.host and found.updates
+
+
+@pytest.mark.parametrize("update", ["host", "both", "device"])
+def test_a_rate_is_measured_with_the_same_part_of_both_sides(update: str, tmp_path: Path) -> None:
+    """Calls of a third of all bytes of the larger side: a third of the elements of each, whatever units there are."""
+    _, _, model = traced("host", tmp_path, update=update)
+    with headrace.session(model) as session:
+        whole = {where: sum(call.numel for call in calls) for where, calls in _updates(session, 1 << 40).items()}
+        sides = {where: sum(u.trained_bytes + u.state_bytes for u in session.spec.units if u.kind != REST
+                            and u.trained.entries and session.placement.updated_on(u.index) == where)
+                 for where in ("host", "device")}  # fmt: skip
+        part = _updates(session, max(sides.values()) // 3)
+        for where, calls in part.items():
+            assert sum(call.numel for call in calls) == pytest.approx(whole[where] / 3, rel=0.02, abs=2)
+            assert all(t is None or t.numel() == call.numel for call in calls for t in call.updated.values())
+        assert bool(whole["host"]) == (update != "device") and bool(whole["device"]) == (update != "host")
 
 
 def test_clipping_changes_between_two_steps(tmp_path: Path) -> None:

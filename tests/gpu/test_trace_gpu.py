@@ -107,6 +107,9 @@ def test_rates_of_the_lanes(update: str) -> None:
         assert all(1e9 < rate < 1e12 for rate in (found.up, found.down, found.both))
         assert max(found.up, found.down) * 0.5 < found.both < (found.up + found.down) * 1.1
         assert bool(found.host) == (update != "device") and bool(found.device) == (update != "host")
+        assert bool(found.updates) == (update == "both")
+        if found.updates and found.host and found.device:  # which share the host's memory
+            assert found.updates < 1.2 * (found.host + found.device)
         assert torch.isfinite(train(model, optimizer, 2)) and session.last_grad_norm is not None
 
 

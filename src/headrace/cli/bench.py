@@ -42,34 +42,42 @@ def bench(
     ],
     work: Annotated[
         list[str] | None,
-        typer.Option(metavar="WORK", help="Tokens of a step, as ROWSxTOKENS or MICRO*ROWSxTOKENS, such as 16*8x1024 "
-                     "for 16 micro-batches of 8 rows of 1024 tokens; @NORM after it is its own clipping, as "
+        typer.Option("--work", metavar="WORK", help="Tokens of a step, as ROWSxTOKENS or MICRO*ROWSxTOKENS, such as "
+                     "16*8x1024 for 16 micro-batches of 8 rows of 1024 tokens; @NORM after it is its own clipping, as "
                      "8x1024@1e-3 or 8x1024@none. May be repeated: one session does all that clip, another those that "
-                     "do not. "
-                     "8x1024 unless given.", show_default=False),
+                     "do not. 8x1024 unless given.", show_default=False),
     ] = None,
     max_grad_norm: Annotated[
-        str, typer.Option(metavar="NORM", help="Clipping of each WORK that names none; none: no clipping, so that "
-                          "updates run inside the backward.")
+        str, typer.Option("--max-grad-norm", metavar="NORM", help="Clipping of each WORK that names none; none: no "
+                          "clipping, so that updates run inside the backward. With clipping they hide behind the next "
+                          "forward only, but for those that are guessed.")
     ] = "1.0",
-    device: Annotated[str | None, typer.Option(metavar="NAME", help="cpu or cuda; a GPU if there is one.")] = None,
-    device_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Most device memory to use.")] = None,
-    host_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Most RAM to use.")] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="NAME", help="cpu or cuda; a GPU if there is one.")
+    ] = None,
+    device_memory: Annotated[
+        str | None, typer.Option("--device-memory", metavar="SIZE", help="Most device memory to use.")
+    ] = None,
+    host_memory: Annotated[str | None, typer.Option("--host-memory", metavar="SIZE", help="Most RAM to use.")] = None,
     disk_dir: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Folder on a disk for what RAM does not hold.")
+        Path | None, typer.Option("--disk-dir", metavar="FOLDER", help="Folder on a disk for what RAM does not hold.")
     ] = None,
     placement: Annotated[
         str | None,
-        typer.Option(metavar="TIERS", help="auto, or a tier (device, host, disk) for weights and state, or one for "
-                     "each, as host,disk. auto unless given.", show_default=False),
+        typer.Option("--placement", metavar="TIERS", help="auto, or a tier (device, host, disk) for weights and state, "
+                     "or one for each, as host,disk. auto unless given.", show_default=False),
     ] = None,
-    window: Annotated[int | None, typer.Option(min=1, help="Blocks on the device at once; 3 unless given.")] = None,
-    rows: Annotated[int | None, typer.Option(min=1, help="Rows that run through a block at once; all of a "
-                                             "micro-batch unless given.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the update on the host.")] = None,
+    window: Annotated[
+        int | None, typer.Option("--window", min=1, help="Blocks on the device at once; 3 unless given.")
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option("--rows", min=1, help="Rows that run through a block at once; all of a micro-batch "
+                                 "unless given.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option("--threads", min=1, help="Threads of the update on the host.")] = None,
     update: Annotated[
-        str | None, typer.Option(metavar="WHERE", help="auto, host, device or both: where weights are updated whose "
-                                 "state is in RAM.")
+        str | None, typer.Option("--update", metavar="WHERE", help="auto, host, device or both: where weights are "
+                                 "updated whose state is in RAM.")
     ] = None,
     recompute: Annotated[
         bool | None, typer.Option("--recompute/--no-recompute", help="Recompute a block's activations in the backward. "
@@ -83,30 +91,37 @@ def bench(
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Any other option of headrace.wrap; may be repeated."),
     ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Only the first N layers.")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32: type of the weights that compute.")] = "bfloat16",
-    lr: Annotated[float, typer.Option(min=0.0, help="Learning rate of AdamW.")] = 1e-5,
-    steps: Annotated[int, typer.Option(min=1, help="Steps that are measured.")] = 8,
-    warm_up: Annotated[int, typer.Option(min=1, help="Steps before them, of each WORK.")] = 2,
+    layers: Annotated[int | None, typer.Option("--layers", min=1, help="Only the first N layers.")] = None,
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="bfloat16 or float32: type of the weights that compute.")
+    ] = "bfloat16",
+    lr: Annotated[float, typer.Option("--lr", min=0.0, help="Learning rate of AdamW.")] = 1e-5,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps that are measured.")] = 8,
+    warm_up: Annotated[
+        int, typer.Option("--warm-up", min=1, help="Steps before them, of each WORK: in the third of a session that "
+                          "clips the first updates are guessed.")
+    ] = 3,
     rates: Annotated[
         bool, typer.Option("--rates/--no-rates", help="Measure each lane alone, for the roofline and the utilisation.")
     ] = True,
     against: Annotated[
-        str, typer.Option(metavar="NAMES", help="Other systems to run on the same work, each in a process of its own: "
-                          "any of torch, reach, deepspeed, fsdp2, trainstream, bitsandbytes, with commas.")
+        str, typer.Option("--against", metavar="NAMES", help="Other systems to run on the same work, each in a process "
+                          "of its own: any of torch, reach, deepspeed, fsdp2, trainstream, bitsandbytes, with commas.")
     ] = "",
     peers: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Their scripts; benchmarks/peers of the repository unless "
-                                  "given.", show_default=False)
+        Path | None, typer.Option("--peers", metavar="FOLDER", help="Their scripts; benchmarks/peers of the repository "
+                                  "unless given.", show_default=False)
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write when each op of the measured steps ran, one track per "
-                                  "lane, for ui.perfetto.dev; with several WORKs the file's name gets a number.")
+        Path | None, typer.Option("--trace", metavar="FILE", help="Write when each op of the measured steps ran, one "
+                                  "track per lane, for ui.perfetto.dev; with several WORKs the file's name gets a "
+                                  "number.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
     live: Annotated[bool, typer.Option("--live", help="Print a JSON line for each step as it finishes.")] = False,
     timeout: Annotated[
-        float | None, typer.Option(min=0.0, metavar="SECONDS", help="End in order by then, and report what there is.")
+        float | None, typer.Option("--timeout", min=0.0, metavar="SECONDS", help="End in order by then, and report "
+                                   "what there is.")
     ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:  # fmt: skip
@@ -114,7 +129,8 @@ def bench(
 
     Seconds per step are those of all steps that count and the wait for their last update, after the warm-up. The
     roofline is what the busiest lane would take at the rate that it has alone on this machine, measured in the same
-    run.
+    run. The floor counts too that updates which wait for the norm of all gradients hide behind the next forward only:
+    no step is shorter than the backward's compute and the longer of the forward's compute and those updates.
 
     Ctrl-C ends after the step in flight, and what was measured is reported. Exits with 0 when all was measured or the
     time was up, 1 when a WORK failed or nothing was measured, 2 for mistakes in the configuration.

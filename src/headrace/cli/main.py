@@ -85,9 +85,11 @@ def train(
 def sample(
     folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder of the model.")],
     prompt: Annotated[str, typer.Argument(help="Text to go on from.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token each time.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the draws at a temperature above 0.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Most tokens to generate.")] = 64,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, help="0: the likeliest token each time.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the draws at a temperature above 0.")] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
     debug: Debug = False,
 ) -> None:

@@ -40,44 +40,50 @@ class Request:
 def verify(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub id of a model, or a config.json.")],
     device_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Most device memory that streaming may use, such as 2GiB.")
+        str | None, typer.Option("--device-memory", metavar="SIZE", help="Most device memory that streaming may use, "
+                                 "such as 2GiB.")
     ] = None,
     layers: Annotated[
-        int | None, typer.Option(min=1, help="Only the first N layers, so that the resident model fits.")
+        int | None, typer.Option("--layers", min=1, help="Only the first N layers, so that the resident model fits.")
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 3,
-    batch: Annotated[int, typer.Option(min=1, help="Rows of each step.")] = 2,
-    sequence_length: Annotated[int, typer.Option(min=8, help="Tokens of the longest row.")] = 64,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps.")] = 3,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Rows of each step.")] = 2,
+    sequence_length: Annotated[int, typer.Option("--sequence-length", min=8, help="Tokens of the longest row.")] = 64,
     dtype: Annotated[
-        str, typer.Option(help="float32, which shows every fault, or bfloat16, to within its rounding.")
+        str, typer.Option("--dtype", help="float32, which shows every fault, or bfloat16, to within its rounding.")
     ] = "float32",
     data: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Text to train on; random token ids unless given.")
+        Path | None, typer.Option("--data", metavar="FILE", help="Text to train on; random token ids unless given.")
     ] = None,
     random_weights: Annotated[
         bool, typer.Option("--random-weights", help="Random weights although the model has its own.")
     ] = False,
     placement: Annotated[
         list[str] | None,
-        typer.Option(metavar="TIER", help="auto, device, host or disk, for weights and state; may be repeated. "
-                     "Host and disk unless given.", show_default=False),
+        typer.Option("--placement", metavar="TIER", help="auto, device, host or disk, for weights and state; may be "
+                     "repeated. Host and disk unless given.", show_default=False),
     ] = None,
     disk_dir: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Folder on a disk; unless given, that for temporary files.")
+        Path | None, typer.Option("--disk-dir", metavar="FOLDER", help="Folder on a disk; unless given, that for "
+                                  "temporary files.")
     ] = None,
-    device: Annotated[str | None, typer.Option(metavar="NAME", help="cpu or cuda; a GPU if there is one.")] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="NAME", help="cpu or cuda; a GPU if there is one.")
+    ] = None,
     host_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Most RAM that streaming may use.")
+        str | None, typer.Option("--host-memory", metavar="SIZE", help="Most RAM that streaming may use.")
     ] = None,
     window: Annotated[
-        int | None, typer.Option(min=1, help="Blocks on the device at once; unless given, 3 or as the budget allows.")
+        int | None, typer.Option("--window", min=1, help="Blocks on the device at once; unless given, 3 or as the "
+                                 "budget allows.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of random weights, token ids and dropout.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of random weights, token ids and dropout.")] = 0,
     tolerance: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Largest relative error; 1e-5 in float32 and 0.05 in bfloat16 unless given."),
+        typer.Option("--tolerance", min=0.0, help="Largest relative error; 1e-5 in float32 and 0.05 in bfloat16 "
+                     "unless given."),
     ] = None,
-    top: Annotated[int, typer.Option(min=1, help="Worst gradients to show of each placement.")] = 5,
+    top: Annotated[int, typer.Option("--top", min=1, help="Worst gradients to show of each placement.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything, all tensors included, as JSON.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:  # fmt: skip

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator, Sequence
+from concurrent import futures
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,6 +27,10 @@ ORDINARY = 0x3C
 """A byte of which every float consists that is measured with: 0.0115 in 16 and in 32 bits."""
 SAMPLE = 2 << 30
 """Bytes that are copied each way, or updated, to measure a rate."""
+
+
+RESIDENT = "resident"
+"""Updates of units whose state lives on the device."""
 
 
 @contextlib.contextmanager
@@ -75,6 +81,9 @@ class LaneRates:
     """Bytes over the link in both directions meanwhile."""
     device: float | None = None
     """Elements updated on the device, their state passing it in pieces or at home there."""
+    updates: float | None = None
+    """Elements updated on the host and on the device at the same time, each its share of all, where state passes the
+    device: both draw on the host's memory."""
     read: float | None = None
     """Bytes from the disk."""
     write: float | None = None
@@ -102,21 +111,7 @@ def lane_rates(session: Session, at_most: int = SAMPLE) -> LaneRates:
     ways = rates.balanced(up, down) if up and down else (up, down)
     if up and down:
         found["both"] = rates.copy_rate(ways, device)
-    host, elements = _updates(session, HOST, at_most)
-    if host:
-        found["host"] = elements / rates.seconds_of(lambda: _run(host), torch.device("cpu"))
-        if up or down:
-            with rates.traffic(ways, device) as copied:
-                start, before = time.perf_counter(), copied()
-                best = rates.seconds_of(lambda: _run(host), torch.device("cpu"), warm_up=0)
-                found["link_beside"] = (copied() - before) / (time.perf_counter() - start)
-            found["host_beside"] = elements / best
-    passing, elements = _updates(session, DEVICE, at_most)
-    if passing:
-        found["device"] = elements / rates.seconds_of(lambda: session._actions.on_device.run(passing), device)
-    resident, elements = _updates(session, "resident", at_most)
-    if resident and not passing:
-        found["device"] = elements / rates.seconds_of(lambda: _run(resident), device)
+    found |= _update_rates(session, ways, at_most)
     found |= _disk_rates(session, at_most)
     session.weights_changed()
     return LaneRates(**found)
@@ -155,28 +150,82 @@ def _downloads(session: Session, at_most: int) -> list[tuple[Tensor, Tensor]]:
     return pairs
 
 
-def _updates(session: Session, where: str, at_most: int) -> tuple[list[Call], int]:
-    """(kernel calls of updates, their elements), where nothing is learned. `where`: HOST or DEVICE, for those whose
-    state is in host memory, or "resident"."""
+def _update_rates(session: Session, ways: Sequence[rates.Pairs], at_most: int) -> dict[str, float]:
+    """Updates of each side alone, the host's beside copies of `ways`, and both sides at once as a step makes them."""
+    calls, device, found = _updates(session, at_most), session.device, dict[str, float]()
+    count = {where: sum(call.numel for call in each) for where, each in calls.items()}
+    there = count[DEVICE] + count[RESIDENT]
+
+    def on_device() -> None:
+        session._actions.on_device.run(calls[DEVICE])
+        _run(calls[RESIDENT])
+
+    if count[HOST]:
+        found["host"] = count[HOST] / rates.seconds_of(lambda: _run(calls[HOST]), torch.device("cpu"))
+        if any(ways):
+            with rates.traffic(ways, device) as copied:
+                start, before = time.perf_counter(), copied()
+                best = rates.seconds_of(lambda: _run(calls[HOST]), torch.device("cpu"), warm_up=0)
+                found["link_beside"] = (copied() - before) / (time.perf_counter() - start)
+            found["host_beside"] = count[HOST] / best
+    if there:
+        found["device"] = there / rates.seconds_of(on_device, device)
+    if count[HOST] and count[DEVICE]:
+        with futures.ThreadPoolExecutor(1) as lane:
+
+            def both() -> None:
+                on_host = lane.submit(_run, calls[HOST])
+                on_device()
+                rates.settle(device)
+                on_host.result()
+
+            found["updates"] = (count[HOST] + there) / rates.seconds_of(both, device)
+    return found
+
+
+def _updates(session: Session, at_most: int) -> dict[str, list[Call]]:
+    """Kernel calls of updates where nothing is learned: HOST or DEVICE, for those whose state is in host memory, or
+    RESIDENT. The same part of each, so that the largest takes `at_most` bytes."""
     regions, placement = session._stream.regions, session.placement
-    groups = [{**group, "lr": 0.0, "weight_decay": 0.0} for group in session._groups()]
-    calls: list[Call] = []
-    size = 0
+    units: dict[str, list[Unit]] = {HOST: [], DEVICE: [], RESIDENT: []}
     for unit in session.spec.units:
-        lives = "resident" if placement.state[unit.index] == DEVICE else placement.updated_on(unit.index)
-        if lives != where or unit.kind == REST or not unit.trained.entries or size >= at_most:
-            continue
-        found = [regions.home(unit.index, region) for region in ("weights", "state", "grads")]
-        found[2] = regions.places.get("q0") if found[2] is None else found[2]
-        weights, state, grads = found
-        if weights is not None and grads is not None and (state is not None or not unit.state_bytes):
-            count, none = len(unit.trained.entries), weights[:0]
-            grads.fill_(ORDINARY)
-            calls += session.rule.calls(
-                unit, weights, none if state is None else state, grads, groups, [True] * count, [1] * count, 1.0
-            )
-            size += unit.trained_bytes + unit.state_bytes
-    return calls, sum(call.numel for call in calls)
+        held = regions.home(unit.index, "weights") is not None and _grads(session, unit) is not None
+        stateful = regions.home(unit.index, "state") is not None or not unit.state_bytes
+        if unit.kind != REST and unit.trained.entries and held and stateful:
+            resident = placement.state[unit.index] == DEVICE
+            units[RESIDENT if resident else placement.updated_on(unit.index)].append(unit)
+    sizes = [sum(unit.trained_bytes + unit.state_bytes for unit in each) for each in units.values()]
+    part = min(1.0, at_most / max(1, *sizes))
+    return {where: _first_calls(session, each, part) for where, each in units.items()}
+
+
+def _first_calls(session: Session, units: Sequence[Unit], part: float) -> list[Call]:
+    """The calls of the first units that make up a part of all elements; the last one is cut."""
+    regions, calls = session._stream.regions, list[Call]()
+    groups = [{**group, "lr": 0.0, "weight_decay": 0.0} for group in session._groups()]
+    left = part * sum(entry.numel for unit in units for entry in unit.trained.entries)
+    for unit in units:
+        if left < 1:
+            break
+        weights, state = regions.home(unit.index, "weights"), regions.home(unit.index, "state")
+        grads, count = _grads(session, unit), len(unit.trained.entries)
+        assert weights is not None and grads is not None
+        grads.fill_(ORDINARY)
+        state = weights[:0] if state is None else state
+        for call in session.rule.calls(unit, weights, state, grads, groups, [True] * count, [1] * count, 1.0):
+            if left >= 1:
+                size = min(call.numel, math.ceil(left))
+                cut = {name: None if tensor is None else tensor[:size] for name, tensor in call.updated.items()}
+                calls.append(call.on(cut, call.grad[:size]))
+                left -= size
+    return calls
+
+
+def _grads(session: Session, unit: Unit) -> Tensor | None:
+    """Memory of a unit's gradients: its own, or a place of the ring that they pass."""
+    regions = session._stream.regions
+    own = regions.home(unit.index, "grads")
+    return regions.places.get("q0") if own is None else own
 
 
 def _run(calls: Sequence[Call]) -> None:

@@ -36,6 +36,22 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class Alone:
+    """A step's matmuls and attention, each measured alone."""
+
+    forward: float
+    """Seconds."""
+    backward: float
+    """Seconds, with the recompute."""
+    rate: float
+    """FLOPs a second of the matmuls."""
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
 class Arithmetic:
     """What a forward multiplies."""
 
@@ -62,31 +78,29 @@ class Arithmetic:
         attended = self.attention.forward_flops(work.rows, work.sequence) if self.attention else 0
         return 6.0 * self.weights * work.tokens + 3.0 * work.micro_batches * attended
 
-    def seconds(
-        self, work: Work, rows: int, recompute: bool, dtype: torch.dtype, device: torch.device
-    ) -> tuple[float, float]:
-        """(seconds of a step's matmuls and attention, each measured alone; FLOPs a second of the matmuls).
-
-        `rows`: as many run through a block at once."""
+    def measured(self, work: Work, rows: int, recompute: bool, dtype: torch.dtype, device: torch.device) -> Alone:
+        """`rows`: as many run through a block at once."""
         tokens = min(rows, work.rows) * work.sequence
-        forwards, taken, spent, flops = 1 + recompute, 0.0, 0.0, 0.0
-        shapes: list[tuple[tuple[int, int], float, int]] = [(*each, forwards) for each in self.linears.items()]
+        first, then, spent, flops = 0.0, 0.0, 0.0, 0.0
+        shapes: list[tuple[tuple[int, int], float, bool]] = [(*each, recompute) for each in self.linears.items()]
         if self.head:  # it always passes twice, a tile at a time: so many words are enough to measure
             part = min(self.head[0], 1 << 14)
-            shapes.append(((part, self.head[1]), self.head[0] / part, 2))
-        for (out, columns), count, passes in shapes:
+            shapes.append(((part, self.head[1]), self.head[0] / part, True))
+        for (out, columns), count, again in shapes:
             measured = min(tokens, ENOUGH)
             forward, backward = self._linear(measured, columns, out, dtype, device)
             times = count * work.tokens / measured
-            taken += times * (passes * forward + backward)
+            first += times * forward
+            then += times * (again * forward + backward)
             spent += times * (forward + backward)
             flops += 6.0 * count * out * columns * work.tokens
         if self.attention:
             measured = max(1, min(rows, work.rows, ENOUGH // work.sequence))
             forward, backward = self._attend(measured, work.sequence, dtype, device)
             times = self.attention.layers * work.micro_batches * work.rows / measured
-            taken += times * (forwards * forward + backward)
-        return taken, flops / spent
+            first += times * forward
+            then += times * (recompute * forward + backward)
+        return Alone(first, then, flops / spent)
 
     def _linear(
         self, tokens: int, columns: int, out: int, dtype: torch.dtype, device: torch.device

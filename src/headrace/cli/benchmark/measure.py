@@ -13,7 +13,7 @@ from torch import Tensor
 
 import headrace
 from headrace.cli.benchmark.arithmetic import Arithmetic
-from headrace.cli.benchmark.roofline import Bound, Moved, bounds, largest, loads
+from headrace.cli.benchmark.roofline import Bound, Moved, bounds, floor_seconds, largest, loads
 from headrace.cli.benchmark.work import Work
 from headrace.hardware.limits import peak_rss, reset_peak_rss
 from headrace.hardware.rates import settle
@@ -39,7 +39,8 @@ class Bench:
     """Whether to end after the step in flight."""
     tell: Callable[..., None]
     """Told of each step as it finishes."""
-    _lane_rates: LaneRates | None = None
+    lane_rates: LaneRates | None = None
+    """Those of the session, once they are measured."""
 
     def measure(self, work: Work, trace: Path | None) -> dict[str, Any] | None:
         """The figures of a work, times in seconds and sizes in bytes, per step where nothing else is said; None when
@@ -125,25 +126,31 @@ class Bench:
     def _roofline(self, work: Work, per_step: float, found: Any, moved: Moved) -> dict[str, Any]:
         """What the lanes would take alone, and the utilisation of the device's own matmul rate."""
         flops = None if self.arithmetic.unknown else self.arithmetic.model_flops(work)
-        told: dict[str, Any] = {"model_flops": flops, "matmul_rate": None, "utilisation": None, "roofline": []}
+        told: dict[str, Any] = {
+            "model_flops": flops, "matmul_rate": None, "utilisation": None, "roofline": [], "largest": None,
+            "over": None, "floor_seconds": None, "over_floor": None,
+        }  # fmt: skip
         if not self.rates or self.stopped():
             return told
         options, device = self.session.options, self.session.device
-        compute = None
+        compute = alone = None
         if flops is not None:
             rows = options.rows or work.rows
-            taken, rate = self.arithmetic.seconds(work, rows, options.recompute, self.dtype, device)
-            compute = Bound("compute", flops, "FLOP", flops / taken)
-            told |= {"matmul_rate": rate, "utilisation": flops / per_step / rate}
-        if self._lane_rates is None:
-            self._lane_rates = lane_rates(self.session)
-        listed = bounds(found, moved, self._lane_rates, compute)
+            alone = self.arithmetic.measured(work, rows, options.recompute, self.dtype, device)
+            compute = Bound("compute", flops, "FLOP", flops / alone.seconds)
+            told |= {"matmul_rate": alone.rate, "utilisation": flops / per_step / alone.rate}
+        if self.lane_rates is None:
+            self.lane_rates = lane_rates(self.session)
+        listed = bounds(found, moved, self.lane_rates, compute)
         told["roofline"] = [
             {**asdict(bound), "seconds": bound.seconds, "seconds_beside": bound.seconds_beside} for bound in listed
         ]
         top = largest(listed)
-        told["largest"] = None if top is None else top.name
-        told["over"] = None if top is None else per_step / top.seconds
+        if top is not None:
+            told |= {"largest": top.name, "over": per_step / top.seconds}
+        if alone is not None:
+            floor = floor_seconds(listed, found, alone)
+            told |= {"floor_seconds": floor, "over_floor": per_step / floor}
         return told
 
 

@@ -1,4 +1,9 @@
-"""The roofline: what each lane did in a step, and how long that takes at the rate that it has alone on this machine."""
+"""The roofline: what each lane did in a step, and how long that takes at the rate that it has alone on this machine.
+
+[Note: The floor] The largest bound is that of a step in which everything overlaps. Updates that wait for the norm of
+all gradients do not overlap with the backward: they run beside the next forward only. So no step is shorter than its
+backward's compute and the longer of the forward's compute and those updates.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,13 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from headrace.cli.benchmark.arithmetic import Alone
 from headrace.executor.trace import Span
 from headrace.session.measuring import LaneRates
 from headrace.spec.model import ModelSpec
+
+UPDATES = ("host update", "device update", "updates")
+"""Bounds of the updates: of one side, of the other, of both at the same time."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +29,9 @@ class Load:
     nbytes: float = 0.0
     """Bytes that it moved over the link."""
     elements: float = 0.0
-    """Weights that it updated."""
+    """Weights that it updated, each once."""
+    early: float = 0.0
+    """Of them those that it updated during the backward, by a guess that was confirmed or without one."""
 
 
 @dataclass(frozen=True)
@@ -62,18 +73,25 @@ def loads(spans: Sequence[Span], spec: ModelSpec, steps: int) -> dict[str, Load]
     busy: dict[str, float] = defaultdict(float)
     moved: Counter[str] = Counter()
     elements: Counter[str] = Counter()
+    early: Counter[str] = Counter()
     for span in spans:
         busy[span.lane] += span.seconds
         moved[span.lane] += span.nbytes
         unit = spec.units[span.op.unit] if span.op.unit >= 0 else None
-        if unit is not None and span.op.verb == "UPDATE":
-            elements[span.lane] += sum(entry.numel for entry in unit.trained.entries)
-    return {lane: Load(seconds / steps, moved[lane] / steps, elements[lane] / steps) for lane, seconds in busy.items()}
+        # A guess and the update that confirms it, with a log in its place, update the weights once.
+        if unit is not None and (span.op.verb, span.op.region) == ("UPDATE", "state"):
+            count = sum(entry.numel for entry in unit.trained.entries)
+            elements[span.lane] += count
+            early[span.lane] += count * (span.program == "backward" or span.op.place.startswith("l"))
+    return {
+        lane: Load(seconds / steps, moved[lane] / steps, elements[lane] / steps, early[lane] / steps)
+        for lane, seconds in busy.items()
+    }
 
 
 def bounds(found: dict[str, Load], moved: Moved, rates: LaneRates, compute: Bound | None) -> list[Bound]:
-    """Of each lane, where its rate is known. Updates on the device share the link with the copies of weights and
-    gradients, and the link carries both directions at once."""
+    """Of each lane, where its rate is known, and of what several share: the link carries both directions at once, with
+    it what passes the device to be updated, and updates of both sides draw on the host's memory."""
     none = Load(0.0)
     host, device = found.get("host", none).elements, found.get("device", none).elements
     listed = [
@@ -82,6 +100,7 @@ def bounds(found: dict[str, Load], moved: Moved, rates: LaneRates, compute: Boun
         Bound("link both ways", moved.up + moved.down, "B", rates.both or 0.0, rates.link_beside),
         Bound("host update", host, "weights", rates.host or 0.0, rates.host_beside),
         Bound("device update", device, "weights", rates.device or 0.0),
+        Bound("updates", host + device, "weights", rates.updates or 0.0),
         Bound("disk read", moved.read, "B", rates.read or 0.0),
         Bound("disk write", moved.written, "B", rates.write or 0.0),
     ]
@@ -91,3 +110,11 @@ def bounds(found: dict[str, Load], moved: Moved, rates: LaneRates, compute: Boun
 def largest(listed: Sequence[Bound]) -> Bound | None:
     """The one that a step cannot be shorter than."""
     return max(listed, key=lambda bound: bound.seconds, default=None)
+
+
+def floor_seconds(listed: Sequence[Bound], found: dict[str, Load], alone: Alone) -> float:
+    """The least time of a step whose updates overlap with what they can, see [Note: The floor]."""
+    elements, early = sum(load.elements for load in found.values()), sum(load.early for load in found.values())
+    updates = max((bound.seconds for bound in listed if bound.name in UPDATES), default=0.0)
+    waiting = updates * (1.0 - early / elements) if elements else 0.0
+    return max([alone.backward + max(alone.forward, waiting), *(bound.seconds for bound in listed)])

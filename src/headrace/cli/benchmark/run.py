@@ -8,6 +8,7 @@ import platform
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,8 @@ class _Runs:
         try:
             bench = self._open(works)
         except Exception as error:
+            if self._stop.number is not None:  # another library's clean-up failed where it was interrupted
+                raise Stopped(self._stop.number) from error
             if not self.report["works"] and isinstance(error, MISTAKES):
                 raise ConfigError([str(error)]) from error
             if not self.report["works"]:
@@ -115,12 +118,19 @@ class _Runs:
                 except Exception as error:  # of this work: the report has it, and the others go on
                     self._failed([(number, work)], error)
                     break
+                self._note(bench)
                 if figures is not None:
                     self.report["works"].append({"number": number, "session": len(self.report["sessions"]), **figures})
                 if self._stop.number is not None:
                     raise Stopped(self._stop.number)
         self._let_go()
         return done
+
+    def _note(self, bench: Bench) -> None:
+        """What is known of the open session by now."""
+        noted = self.report["sessions"][-1]
+        noted["events"] = [str(event) for event in bench.session.events]
+        noted["rates"] = None if bench.lane_rates is None else asdict(bench.lane_rates)
 
     def _failed(self, group: Sequence[tuple[int, Work]], error: Exception) -> None:
         for number, work in group:
@@ -148,7 +158,7 @@ class _Runs:
         self.report["parameters"] = session.spec.parameters
         self.report["sessions"].append({
             "opened": opened, "options": options, "placement": str(session.placement),
-            "threads": threads(), "events": [str(event) for event in session.events],
+            "threads": threads(), "events": [str(event) for event in session.events], "rates": None,
         })  # fmt: skip
         embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
         vocabulary = embedding.weight.shape[0]

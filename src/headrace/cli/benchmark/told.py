@@ -46,11 +46,12 @@ def _work(work: Found, gpu: bool) -> Iterator[str]:
                "attention, without recompute)")  # fmt: skip
     yield (f"  the compute lane{' of the GPU' if gpu else ''} is idle for {100 * work['idle']:.1f} % of the time; the "
            f"first step took {work['first_step_seconds']:.1f} s")  # fmt: skip
-    yield f"  {'lane':<9}{'busy':>9}{'share':>9}{'over the link':>16}{'updated':>18}"
+    yield f"  {'lane':<9}{'busy':>9}{'share':>9}{'over the link':>16}{'updated':>18}{'in the backward':>18}"
     for name, lane in work["lanes"].items():
         moved = format_bytes(lane["nbytes"]) if lane["nbytes"] else "-"
         updated = f"{lane['elements'] / 1e6:.1f} M" if lane["elements"] else "-"
-        yield f"  {name:<9}{lane['busy']:>7.3f} s{100 * lane['share']:>7.1f} %{moved:>16}{updated:>18}"
+        early = f"{lane['early'] / 1e6:.1f} M" if lane["early"] else "-"
+        yield f"  {name:<9}{lane['busy']:>7.3f} s{100 * lane['share']:>7.1f} %{moved:>16}{updated:>18}{early:>18}"
     yield from _roofline(work)
     peaks = work["peaks"]
     card = f" (torch {format_bytes(peaks['device_reserved'])}"
@@ -79,7 +80,10 @@ def _roofline(work: Found) -> Iterator[str]:
         last = f"{beside:>14.3f} s" if beside else f"{'-':>16}"
         yield f"  {bound['name']:<16}{amount:>26}{rate:>26}{bound['seconds']:>8.3f} s{last}"
     if work["largest"]:
-        yield f"  the {work['largest']} bounds the step; measured: {work['over']:.2f} times that"
+        yield f"  largest: {work['largest']} bounds the step; measured: {work['over']:.2f} times that"
+    if work["floor_seconds"]:
+        yield (f"  floor: {work['floor_seconds']:.3f} s, where updates that wait for the norm hide behind the next "
+               f"forward only; measured: {work['over_floor']:.2f} times that")  # fmt: skip
 
 
 def _peer(peer: Found) -> str:
