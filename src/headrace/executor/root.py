@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from headrace.base.errors import StepError
 from headrace.executor.window import window
 from headrace.model.containers import leaves
+from headrace.model.numpy_state import user_code_ran
 
 
 @dataclass(eq=False)
@@ -49,6 +50,7 @@ class Roots:
         if any(call.mark is not other.mark and call.thread != other.thread for other in self._calls):
             _refuse_threads()
         self.check_backward()
+        user_code_ran()
         _LOCAL.rows = batch_size(args, kwargs)
         self._calls.append(call)
 
@@ -76,11 +78,15 @@ class Roots:
     def forward(self) -> object:
         """What stands for the forward under way in this thread; None when only a part of the model was called."""
         call = self.current()
-        return None if call is None else call.mark
+        if call is None:
+            user_code_ran()
+            return None
+        return call.mark
 
     def begin_backward(self, ended: Callable[[], None]) -> None:
         """Autograd begins one, in this thread. `ended` is called when it is over, unless an error ends it."""
         self.check_backward()
+        user_code_ran()
         ending = _Ending(ended)
         torch.autograd.Variable._execution_engine.queue_callback(ending)
         self._ending, self._backward_thread = weakref.ref(ending), threading.get_ident()

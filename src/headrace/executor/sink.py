@@ -221,7 +221,5 @@ def _flat(region: Tensor, layout: Layout, first: int, last: int) -> Tensor:
 
 def _clear_gaps(region: Tensor, layout: Layout) -> None:
     """Padding reads zero: a slot still holds other units' gradients there, which would enter the norm."""
-    for entry, offset in zip(layout.entries, layout.offsets, strict=True):
-        if entry.padded != entry.numel:
-            size = itemsize(entry.dtype)
-            region[offset + entry.numel * size : offset + entry.padded * size].zero_()
+    for first, last in layout.gaps:
+        region[first:last].zero_()

@@ -134,10 +134,8 @@ class Stream:
 
     def pointed(self, block: Block, region: Tensor, autocast: Autocast) -> contextlib.AbstractContextManager[None]:
         """The block's parameters point into `region` inside; 16 bits that are for autocast are widened without it."""
-        views = typed(region, (unit := self.spec.units[block.unit]).weights)
-        if unit.wide_compute or not autocast.enabled:
-            views = [view.to(parameter.dtype) for view, parameter in zip(views, block.parameters, strict=True)]
-        return leased(block.parameters, views)
+        unit = self.spec.units[block.unit]
+        return leased(block.parameters, typed(region, unit.weights), unit.wide_compute or not autocast.enabled)
 
     def stash(self, visit: BlockVisit, tensors: Sequence[Tensor]) -> list[Tensor | None]:
         pass_: Pass = visit.saved.pass_

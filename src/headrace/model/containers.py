@@ -14,6 +14,9 @@ from headrace.base.errors import ModelError
 
 Path = tuple[Any, ...]
 
+_PLAIN = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str})
+"""Types that are leaves with nothing inside; nearly all arguments are of one."""
+
 
 def _is_namedtuple(item: Any) -> bool:
     return isinstance(item, tuple) and hasattr(item, "_fields")
@@ -36,20 +39,23 @@ def transform(item: Any, leaf: Callable[[Any], Any]) -> Any:
     Containers are tuples, named tuples, lists, mappings (UserDict and ModelOutput too) and dataclass instances;
     mutable ones are always fresh copies.
     """
+    kind = type(item)
+    if kind in _PLAIN:
+        return leaf(item)
+    if kind is dict:
+        return {key: transform(value, leaf) for key, value in item.items()}
+    if kind is tuple or kind is list:
+        return kind([transform(part, leaf) for part in item])
     if _is_namedtuple(item):
-        return type(item)(*(transform(part, leaf) for part in item))
-    if type(item) in (tuple, list):
-        return type(item)(transform(part, leaf) for part in item)
+        return kind(*(transform(part, leaf) for part in item))
     if hasattr(type(item), "n_sequence_fields"):  # what torch.max and its like return
         return type(item)([transform(part, leaf) for part in item])
     if isinstance(item, UserDict):
         mapping = item.copy()
         mapping.data = {key: transform(value, leaf) for key, value in item.data.items()}
         return mapping
-    if isinstance(item, MutableMapping) or type(item) is dict:
+    if isinstance(item, MutableMapping):
         fields = {key: transform(value, leaf) for key, value in item.items()}
-        if type(item) is dict:
-            return fields
         try:
             build: Any = type(item)
             return build(**fields) if dataclasses.is_dataclass(item) else build(fields)
@@ -108,7 +114,7 @@ class _Place:
 
 def _refuse_hidden(leaf: Any) -> None:
     """Raise for a leaf with tensors that need a gradient: the graph would end there."""
-    if isinstance(leaf, (nn.Module, type)):
+    if type(leaf) in _PLAIN or isinstance(leaf, (nn.Module, type)):
         return
     inside = leaf if isinstance(leaf, (list, tuple, set, frozenset, deque)) else getattr(leaf, "__dict__", {}).values()
     hidden = [part for part in inside if isinstance(part, Tensor)]
@@ -123,6 +129,8 @@ def _refuse_hidden(leaf: Any) -> None:
 def containers(item: Any, path: Path = ()) -> dict[Path, Any]:
     """Mutable mappings, lists and dataclass instances inside `item`, by the path of keys that leads to them."""
     found: dict[Path, Any] = {}
+    if type(item) in _PLAIN:
+        return found
     if isinstance(item, (list, MutableMapping)) or _is_record(item):
         found[path] = item
     if isinstance(item, (list, tuple, Mapping)) or _is_record(item):

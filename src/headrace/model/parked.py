@@ -308,28 +308,31 @@ def watch_inputs() -> None:
     inputs, as torch.autograd.grad does, and 2.11 does when it has walked an iterator such as model.parameters().
     """
     original: Callable[..., Any] = torch.autograd.backward
-    signature = inspect.signature(original)
+    place = list(inspect.signature(original).parameters).index("inputs")
 
     @functools.wraps(original)
     def watched(*args: Any, **kwargs: Any) -> None:
-        given = signature.bind(*args, **kwargs)
-        inputs = given.arguments.get("inputs")
+        inputs = args[place] if len(args) > place else kwargs.get("inputs")
         if isinstance(inputs, Iterator):
-            given.arguments["inputs"] = inputs = tuple(inputs)
+            inputs = tuple(inputs)
+            if len(args) > place:
+                args = (*args[:place], inputs, *args[place + 1 :])
+            else:
+                kwargs["inputs"] = inputs
         refuse_single(inputs)
-        original(*given.args, **given.kwargs)
+        original(*args, **kwargs)
 
     torch.autograd.backward = watched
 
 
-def placeholder(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def placeholder(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
     """A tensor of `shape` and `dtype` on a few bytes; floating dtypes read NaN."""
     fill = float("nan") if dtype.is_floating_point else 0
     if len(shape) == 0:
-        return torch.full((), fill, dtype=dtype)
+        return torch.full((), fill, dtype=dtype, device=device)
     if 0 in shape:
-        return torch.empty(shape, dtype=dtype)
-    return torch.full((1,), fill, dtype=dtype).expand(shape)
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.full((1,), fill, dtype=dtype, device=device).expand(shape)
 
 
 def park(parameter: nn.Parameter, home: Home, name: str | None = None, dtype: torch.dtype | None = None) -> None:
@@ -351,8 +354,9 @@ def unpark(parameter: nn.Parameter) -> None:
 
 
 @contextlib.contextmanager
-def leased(parameters: Sequence[nn.Parameter], views: Sequence[Tensor]) -> Iterator[None]:
-    """Parked parameters point at `views` of a slot inside; then they are on their placeholders again.
+def leased(parameters: Sequence[nn.Parameter], views: Sequence[Tensor], widened: bool = False) -> Iterator[None]:
+    """Parked parameters point at `views` of a slot inside (`widened`: in their own dtypes); then they are on their
+    placeholders again.
 
     What they show as their gradient is away meanwhile: it may lie on another device than the views, which torch refuses
     to copy such a parameter over (torch.compile does, for itself, whenever it compiles).
@@ -364,7 +368,7 @@ def leased(parameters: Sequence[nn.Parameter], views: Sequence[Tensor]) -> Itera
             if parameter.grad is not None:
                 shown.append((parameter, parameter.grad))
                 parameter.grad = None
-            parameter.data = view
+            parameter.data = view.to(parameter.dtype) if widened else view
         yield
     finally:
         for parameter in parameters:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+
+from headrace.model.numpy_state import NumpyState, numpy_state
 
 
 @dataclass(frozen=True)
@@ -18,26 +20,38 @@ class RandomState:
     """Random state of torch on the CPU and on one CUDA device, of Python and of NumPy."""
 
     cpu: Tensor
-    cuda: Tensor | None
+    cuda: tuple[int, int] | None
+    """Seed and offset, which is all that a CUDA generator holds."""
     python: Any
-    numpy: Any
+    numpy: NumpyState
 
     @classmethod
     def now(cls, device: torch.device) -> RandomState:
-        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(torch.get_rng_state(), cuda, random.getstate(), np.random.get_state())
+        return cls(torch.get_rng_state(), _cuda_now(device), random.getstate(), numpy_state())
 
     def changed(self, device: torch.device) -> bool:
         """Whether torch has drawn random numbers since."""
-        cuda = self.cuda is not None and not torch.equal(self.cuda, torch.cuda.get_rng_state(device))
-        return cuda or not torch.equal(self.cpu, torch.get_rng_state())
+        return self.cuda != _cuda_now(device) or not torch.equal(self.cpu, torch.get_rng_state())
 
     def restore(self, device: torch.device) -> None:
         random.setstate(self.python)
-        np.random.set_state(self.numpy)
+        self.numpy.restore()
         torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda, device)
+        if self.cuda is not None and self.cuda != _cuda_now(device):
+            generator = _cuda_generator(device)
+            generator.manual_seed(self.cuda[0])
+            generator.set_offset(self.cuda[1])
+
+
+def _cuda_generator(device: torch.device) -> torch.Generator:
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+
+
+def _cuda_now(device: torch.device) -> tuple[int, int] | None:
+    if device.type != "cuda":
+        return None
+    generator = _cuda_generator(device)
+    return generator.initial_seed(), generator.get_offset()
 
 
 @dataclass(frozen=True)
@@ -57,18 +71,32 @@ class Autocast:
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
 
 
-class Mark:
-    """A value and, of a tensor, its version. It holds the tensor: the id of a freed one may come back as another's."""
+class Marks:
+    """What a module kept at one moment: values, and of tensors their versions. It holds the tensors: the id of a freed
+    one may come back as another's."""
 
-    def __init__(self, value: Any) -> None:
-        self._value, self._version = value, value._version if isinstance(value, Tensor) else 0
+    def __init__(self, keys: list[Key], found: list[Any]) -> None:
+        self._keys, self._found = keys, found
+        self._versions = [value._version if isinstance(value, Tensor) else 0 for value in found]
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Mark):
+        if not isinstance(other, Marks):
             return False
-        if isinstance(self._value, Tensor) or isinstance(other._value, Tensor):
-            return self._value is other._value and self._version == other._version
-        return type(self._value) is type(other._value) and bool(self._value == other._value)
+        if self._keys is other._keys and all(map(operator.is_, self._found, other._found)):
+            return self._versions == other._versions
+        ours, theirs = self._kept(), other._kept()
+        return ours.keys() == theirs.keys() and all(_same(mark, theirs[key]) for key, mark in ours.items())
+
+    def _kept(self) -> dict[Key, tuple[Any, int]]:
+        marks = zip(self._keys, self._found, self._versions, strict=True)
+        return {key: (value, version) for key, value, version in marks if _is_kept(value)}
+
+
+def _same(one: tuple[Any, int], other: tuple[Any, int]) -> bool:
+    value, there = one[0], other[0]
+    if isinstance(value, Tensor) or isinstance(there, Tensor):
+        return value is there and one[1] == other[1]
+    return type(value) is type(there) and bool(value == there)
 
 
 Key = tuple[int, str]
@@ -84,27 +112,45 @@ class Buffers:
         self.module = module
         self.change = False
         """A forward was seen to change some."""
-        self._spaces: list[dict[str, Any]] = []
-        for part in module.modules():
-            self._spaces += [part._buffers, part.__dict__]
+        self._parts = list(module.modules())
+        self._children = self._below()
+        self._spaces = [space for part in self._parts for space in (part._buffers, part.__dict__)]
         self._keys: list[Key] = []
+        self._places: list[tuple[dict[str, Any], str]] = []
         self._size = -1
 
-    def _now(self) -> Values:
+    def _below(self) -> list[nn.Module | None]:
+        return [child for part in self._parts for child in part._modules.values()]
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """The module and all those inside it, as they are now."""
+        if self._below() != self._children:
+            self._parts = list(self.module.modules())
+            self._children = self._below()
+        return self._parts
+
+    def _found(self) -> list[Any]:
+        """The value of each of `_keys`, also what is not kept."""
         size = sum(map(len, self._spaces))
         if size != self._size:
             self._size = size
             self._keys = [(n, key) for n, space in enumerate(self._spaces) for key in space if key not in _TORCHS_OWN]
-        found = {(n, name): self._spaces[n].get(name, _ABSENT) for n, name in self._keys}
-        return {key: value for key, value in found.items() if value is None or isinstance(value, _KEPT)}
+            self._places = [(self._spaces[n], name) for n, name in self._keys]
+        return [space.get(name, _ABSENT) for space, name in self._places]
+
+    def _now(self) -> Values:
+        found = self._found()
+        return {key: value for key, value in zip(self._keys, found, strict=True) if _is_kept(value)}
 
     def values(self) -> Values:
         """All of them; tensors are copies, unless they are part of a graph."""
         return {key: _copy(value) for key, value in self._now().items()}
 
-    def marks(self) -> dict[Key, Mark]:
+    def marks(self) -> Marks:
         """Cheap marks that differ after a change."""
-        return {key: Mark(value) for key, value in self._now().items()}
+        found = self._found()
+        return Marks(self._keys, found)
 
     @contextlib.contextmanager
     def as_of(self, values: Values | None) -> Iterator[None]:
@@ -131,6 +177,10 @@ _KEPT = (Tensor, bool, int, float, complex, str)
 _ABSENT = object()
 
 
+def _is_kept(value: Any) -> bool:
+    return value is None or isinstance(value, _KEPT)
+
+
 def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) and not value.requires_grad else value
 
@@ -147,13 +197,13 @@ class Surroundings:
 
     @classmethod
     def now(cls, device: torch.device, buffers: Buffers) -> Surroundings:
-        modes = [part.training for part in buffers.module.modules()]
+        modes = [part.training for part in buffers.parts]
         return cls(RandomState.now(device), modes, buffers.values())
 
     @contextlib.contextmanager
     def again(self, device: torch.device, buffers: Buffers) -> Iterator[None]:
         """Inside all is as that run found it. Random state is not put back afterwards."""
-        parts = list(buffers.module.modules())
+        parts = buffers.parts
         before = [part.training for part in parts]
         self.random.restore(device)
         try:

@@ -57,7 +57,8 @@ class Block:
 
     @property
     def trained(self) -> list[nn.Parameter]:
-        return [p for p in (*self.parameters, *self.shared) if p.requires_grad]
+        with torch._C.DisableTorchFunctionSubclass():  # parked ones would ask their class, one by one
+            return [p for p in (*self.parameters, *self.shared) if p.requires_grad]
 
 
 class Stream(Protocol):
@@ -129,12 +130,12 @@ class BlockVisit:
         self.stream, self.block, self.calls = stream, block, calls
         self.autocast = Autocast.now(stream.device)
         self.counts = [len(call.packed.tensors) for call in calls]
-        self.anchor = Anchor(bool(block.trained))
+        self.anchor = Anchor(trained := bool(block.trained))
         inputs = [tensor for call in calls for tensor in call.packed.tensors]
         places: dict[int, int] = {}
         self.first = [places.setdefault(id(tensor), index) for index, tensor in enumerate(inputs)]
         """For each input the place at which its tensor comes first; several calls may be given the same one."""
-        self.needs_grad = bool(block.trained) or any(tensor.requires_grad for tensor in inputs)
+        self.needs_grad = trained or any(tensor.requires_grad for tensor in inputs)
         """Its node will be part of a graph."""
         self.weights_wanted = True
         """Its weights get gradients from the backward under way."""
@@ -254,8 +255,7 @@ class BlockVisit:
         if not self.stream.rows or not call.batch or call.batch <= self.stream.rows:
             return None
         shapes = tuple((tuple(t.shape), t.dtype) for t in tensors)
-        key = (call.batch, shapes, self.autocast)
-        if key not in self.block.row_plans:
+        if (key := (call.batch, shapes, self.autocast)) not in self.block.row_plans:
             buffers, before = self.block.buffers, self.block.buffers.change
             run = lambda ts: self._run(call, [t.clone() for t in ts], self.block.original).tensors
             plan = rows.tested(run, tensors, call.batch, buffers, self.stream.device)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from headrace.base.errors import StepError
 from headrace.executor.stream import Stream
 from headrace.model.held import HeldGradient
-from headrace.model.parked import is_parked, placeholder
+from headrace.model.parked import placeholder
 from headrace.model.units import Anatomy
 from headrace.session.values import Values
 
@@ -24,26 +24,33 @@ class Gradients:
             id(anatomy.parameters[entry.name]): entry.name for _, _, entry in stream.spec.pieces() if entry.trainable
         }
         self._shown: dict[int, HeldGradient] = {}
+        self._made: dict[str, HeldGradient] = {}
         self.changed: Callable[[str], None] = lambda name: None
         """Called with the name of a parameter whose gradient the user replaces or drops."""
 
     def show(self) -> None:
         """After a backward: parameter.grad stands for the gradient that the stores hold."""
-        for unit in sorted(self._stream.held):
-            for name in dict.fromkeys(entry.name for entry in self._stream.spec.units[unit].trained.entries):
-                parameter = self._anatomy.parameters[name]
-                if parameter.requires_grad and parameter.grad is None:
-                    like = placeholder(parameter.shape, parameter.dtype)
-                    if not is_parked(parameter):
-                        like = like.to(parameter.device)
-                    parameter.grad = stand_in = HeldGradient.of(like, _reader(self.read, name, parameter.dtype))
-                    self._shown[id(parameter)] = stand_in
+        with torch._C.DisableTorchFunctionSubclass():  # parked parameters would ask their class, one by one
+            for unit in sorted(self._stream.held):
+                for name in dict.fromkeys(entry.name for entry in self._stream.spec.units[unit].trained.entries):
+                    parameter = self._anatomy.parameters[name]
+                    if parameter.requires_grad and parameter.grad is None:
+                        parameter.grad = self._shown[id(parameter)] = self._stand_in(name, parameter)
+
+    def _stand_in(self, name: str, parameter: nn.Parameter) -> HeldGradient:
+        """Made once for each parameter, and again when that has changed its format or device."""
+        made = self._made.get(name)
+        own = (parameter.shape, parameter.dtype, parameter.device)
+        if made is None or (made.shape, made.dtype, made.device) != own:
+            made = self._made[name] = HeldGradient.of(placeholder(*own), _reader(self.read, name, parameter.dtype))
+        return made
 
     def hide(self) -> None:
         """Gradients are dropped, and so is what the user put in their place."""
-        for key, name in self._names.items():
-            if key in self._shown or self._anatomy.parameters[name].grad is not None:
-                self._anatomy.parameters[name].grad = None
+        with torch._C.DisableTorchFunctionSubclass():
+            for key, name in self._names.items():
+                if key in self._shown or self._anatomy.parameters[name].grad is not None:
+                    self._anatomy.parameters[name].grad = None
         self._shown.clear()
 
     def settle(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
@@ -53,9 +60,10 @@ class Gradients:
         for key in chosen:
             name = self._names[key]
             parameter, stand_in = self._anatomy.parameters[name], self._shown.pop(key, None)
-            grad, given = parameter.grad, parameter.grad is not stand_in
-            if grad is not None:
-                parameter.grad = None
+            with torch._C.DisableTorchFunctionSubclass():
+                grad, given = parameter.grad, parameter.grad is not stand_in
+                if grad is not None:
+                    parameter.grad = None
             if not given:
                 continue
             if grad is None:

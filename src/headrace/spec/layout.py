@@ -44,6 +44,11 @@ class Entry:
         return self.name if self.first_row is None else f"{self.name}[{self.first_row}:]"
 
 
+Run = tuple[str, int, int, tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]]
+"""Entries of one format that lie together: the format, their first and last byte, and of each its shape, its strides
+and its first element."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Entries in order, each at a byte offset of one flat buffer."""
@@ -60,6 +65,25 @@ class Layout:
             offsets.append(position)
             position += entry.padded * size
         return tuple(offsets)
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """Neighbours of one format."""
+        runs: list[Run] = []
+        for entry, offset in zip(self.entries, self.offsets, strict=True):
+            size = itemsize(entry.dtype)
+            dtype, first, _, parts = runs.pop() if runs and runs[-1][0] == entry.dtype else (entry.dtype, offset, 0, ())
+            strides = tuple(math.prod(max(1, n) for n in entry.shape[axis + 1 :]) for axis in range(len(entry.shape)))
+            part = (entry.shape, strides, (offset - first) // size)
+            runs.append((dtype, first, offset + entry.numel * size, (*parts, part)))
+        return tuple(runs)
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """(first, last exclusive) byte of each padding."""
+        ends = [(o + e.numel * itemsize(e.dtype), o + e.padded * itemsize(e.dtype))
+                for e, o in zip(self.entries, self.offsets, strict=True)]  # fmt: skip
+        return tuple((first, last) for first, last in ends if first != last)
 
     @cached_property
     def nbytes(self) -> int:

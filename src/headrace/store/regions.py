@@ -43,9 +43,10 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
 def typed(region: Tensor, layout: Layout) -> list[Tensor]:
     """A view of `region` for each entry of `layout`, in its dtype and shape."""
     views = []
-    for entry, offset in zip(layout.entries, layout.offsets, strict=True):
-        dtype = DTYPES[entry.dtype]
-        views.append(region[offset : offset + entry.numel * dtype.itemsize].view(dtype).view(entry.shape))
+    for dtype, first, last, parts in layout.runs:
+        flat = region[first:last].view(DTYPES[dtype])
+        start = flat.storage_offset()
+        views += [flat.as_strided(shape, strides, start + offset) for shape, strides, offset in parts]
     return views
 
 
