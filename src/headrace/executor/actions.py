@@ -24,7 +24,6 @@ from headrace.spec.model import REST, Unit
 from headrace.spec.placement import DEVICE
 from headrace.store.regions import Regions, typed
 
-
 ROWS_AT_ONCE = 4096
 """Rows of an embedding that are copied at a time: tens of MiB."""
 
@@ -117,7 +116,7 @@ class Actions:
             return
         if op.unit < 0:
             index, rows = notes[op.visit]
-            notes[op.visit] = (index, self._rows_to_host(rows))
+            notes[op.visit] = (index, self._rows_to_host(int(op.place[1:]), rows))
             return
         unit = self.regions.spec.units[op.unit]
         source, target = op.place.split(">")
@@ -136,8 +135,9 @@ class Actions:
         home[:nbytes].copy_(self.regions.places[source][:nbytes], non_blocking=True)
         self.traffic.to_host += nbytes
 
-    def _rows_to_host(self, rows: Tensor) -> Tensor:
-        if not rows.is_cuda:
+    def _rows_to_host(self, matrix_index: int, rows: Tensor) -> Tensor:
+        homes = [self.regions.home(tile, "grads") for tile in self.regions.spec.matrices[matrix_index].tiles]
+        if not rows.is_cuda or all(home is not None and home.is_cuda for home in homes):
             return rows
         host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
         host.copy_(rows, non_blocking=True)
@@ -163,6 +163,8 @@ class Actions:
     def _add_rows(self, matrix_index: int, index: Tensor, rows: Tensor) -> None:
         """Add the gradient of an embedding's rows: index (U,) sorted unique int64, rows (U, H) fp32."""
         matrix = self.regions.spec.matrices[matrix_index]
+        if rows.is_cuda:  # they come from the stream that computes
+            rows.record_stream(torch.cuda.current_stream(rows.device))
         for tile in matrix.tiles:
             unit = self.regions.spec.units[tile]
             home = self.regions.home(tile, "grads")
@@ -191,10 +193,8 @@ class Actions:
         self.ledger.note_square(tile, max(square, 0.0) if first or known else None)
 
     def _norm(self, op: Op, notes: Notes) -> None:
-        for unit in sorted(self.ledger.arrived - self.ledger.known):
-            home = self.regions.home(unit, "grads")
-            assert home is not None
-            self.ledger.note_square(unit, float(square_of(self.regions, unit, home)))
+        for unit, square in squares_of(self.regions, sorted(self.ledger.arrived - self.ledger.known)).items():
+            self.ledger.note_square(unit, square)
         step = notes["step"]
         watched = None if self.guard is None else self.guard.watched(step)
         if watched in self.ledger.arrived:
@@ -290,9 +290,7 @@ class Actions:
 
     def _check_early(self, unit: int, step: int) -> None:
         if unit not in self.ledger.known:
-            home = self.regions.home(unit, "grads")
-            assert home is not None
-            self.ledger.note_square(unit, float(square_of(self.regions, unit, home)))
+            self.ledger.note_square(unit, squares_of(self.regions, [unit])[unit])
         if not torch.isfinite(self.ledger.squares[unit]):
             error = self.ledger.nonfinite(step)
             self.broken = f"{error.what}; blocks after it were already updated, so the memory must not be saved"
@@ -312,7 +310,17 @@ def _row_squares(matrix: Tensor, index: Tensor) -> float:
     return float(torch.stack(parts).sum())
 
 
-def square_of(regions: Regions, unit: int, grads: Tensor) -> float:
-    """Sum of squares of a unit's gradients as they stand in `grads`."""
-    spec = regions.spec.units[unit]
-    return float(sum(float(ops.sum_squares(view.reshape(-1))) for view in typed(grads, spec.grads)))
+def squares_of(regions: Regions, units: Sequence[int]) -> dict[int, float]:
+    """Sum of squares of each unit's gradients in their home. The device is waited for once, not tensor by tensor."""
+    parts: dict[int, list[Tensor]] = {}
+    for unit in units:
+        home = regions.home(unit, "grads")
+        assert home is not None
+        views = typed(home, regions.spec.units[unit].grads)
+        parts[unit] = [ops.sum_squares(view.reshape(-1)) for view in views]
+    distant = [part for found in parts.values() for part in found if part.is_cuda]
+    numbers = iter(torch.stack(distant).tolist() if distant else ())
+    return {
+        unit: float(sum(next(numbers) if part.is_cuda else part.item() for part in found))
+        for unit, found in parts.items()
+    }
