@@ -11,7 +11,9 @@ import torch
 
 import headrace
 from against_plain import batch, hf_loss, llama
+from headrace.base.errors import NonFiniteError, StepError
 from headrace.executor.guesses import Guesses
+from headrace.optim.rules import Call
 from headrace.plan import updates
 from headrace.schedule.check import check
 
@@ -53,6 +55,11 @@ def plain_step(model: Any, optimizer: torch.optim.Optimizer, number: int, device
     optimizer.zero_grad()
 
 
+def finished_step(model: Any, optimizer: torch.optim.Optimizer, number: int, device: str) -> None:
+    plain_step(model, optimizer, number, device)
+    headrace.session(model).wait()
+
+
 def two_backwards(model: Any, optimizer: torch.optim.Optimizer, number: int, device: str) -> None:
     backward(model, 2 * number, device)
     plain_step(model, optimizer, 2 * number + 1, device)
@@ -71,6 +78,49 @@ def evaluation(model: Any, optimizer: torch.optim.Optimizer, number: int, device
             model(input_ids=batch(1, 5, vocabulary=257).to(device))
     optimizer.step()
     optimizer.zero_grad()
+
+
+def part_of_the_model(model: Any, optimizer: torch.optim.Optimizer, number: int, device: str) -> None:
+    """Weights that a part alone brings to the device must not be guessed ones, now and in the next forward."""
+    backward(model, number, device)
+    with torch.no_grad():
+        model.model(input_ids=batch(1, 5, vocabulary=257).to(device))
+    if number != 4:
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def failing(model: Any, optimizer: torch.optim.Optimizer, number: int, device: str) -> None:
+    """A hook of the user's ends a backward with an error midway."""
+    if number == 4:
+        hidden = model.model.layers[1].register_forward_hook(lambda module, args, out: hooked(out, _refuse))
+        with pytest.raises(ZeroDivisionError):
+            backward(model, 50, device)
+        hidden.remove()
+        optimizer.zero_grad()
+    plain_step(model, optimizer, number, device)
+
+
+def _refuse(grad: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def hooked(out: Any, hook: Callable[[torch.Tensor], Any]) -> None:
+    """For a forward hook, which changes nothing itself."""
+    (out[0] if isinstance(out, tuple) else out).register_hook(hook)
+
+
+def stopping(model: Any, optimizer: torch.optim.Optimizer, number: int, device: str) -> None:
+    """An infinite gradient that comes last, on_nonfinite="stop": nothing is changed, and training goes on."""
+    if number == 4:
+        handle = model.model.embed_tokens.register_forward_hook(
+            lambda module, args, out: hooked(out, lambda grad: grad * float("inf"))
+        )
+        with pytest.raises(NonFiniteError, match="no weight was changed"):
+            finished_step(model, optimizer, 60, device)
+        handle.remove()
+        optimizer.zero_grad()
+    plain_step(model, optimizer, number, device)
 
 
 def skipping(model: Any, optimizer: torch.optim.Optimizer, number: int, device: str) -> None:
@@ -138,27 +188,32 @@ def assert_same(one: Any, other: Any) -> None:
     assert str(one[2]) == str(other[2])
 
 
+ONE = {"accumulation": 1}
 STEPS: dict[str, tuple[Step, dict[str, Any]]] = {
-    "never clipped": (plain_step, {"max_grad_norm": 1e9}),
-    "no clipping": (plain_step, {}),
-    "always clipped": (plain_step, {"max_grad_norm": 1e-3}),
-    "clipped now and then": (spike, {"max_grad_norm": 100.0}),
-    "declared": (two_backwards, {"max_grad_norm": 1e9, "accumulation": 2}),
-    "two backwards": (two_backwards, {"max_grad_norm": 1e9}),
-    "two now and then": (two_now_and_then, {"max_grad_norm": 1e9}),
-    "evaluation between": (evaluation, {"max_grad_norm": 1e9}),
-    "dropped": (skipping, {"max_grad_norm": 1e9}),
-    "dropped, declared": (skipping, {"max_grad_norm": 1e9, "accumulation": 1}),
-    "another rate": (new_rate, {"max_grad_norm": 1e9}),
-    "a written gradient": (written, {"max_grad_norm": 1e9}),
-    "infinite": (infinite, {}),
-    "one slot": (plain_step, {"window": 1, "update": "both"}),
-    "some on disk": (plain_step, {"placement": {"weights": "host", "state": {"*": "host", 1: "disk"}}}),
-    "checked": (plain_step, {"guard_every": 2}),
+    "never clipped": (plain_step, {"max_grad_norm": 1e9, **ONE}),
+    "no clipping": (plain_step, ONE),
+    "always clipped": (plain_step, {"max_grad_norm": 1e-3, **ONE}),
+    "clipped now and then": (spike, {"max_grad_norm": 100.0, **ONE}),
+    "two backwards": (two_backwards, {"max_grad_norm": 1e9, "accumulation": 2}),
+    "two now and then": (two_now_and_then, {"max_grad_norm": 1e9, **ONE}),
+    "not declared": (plain_step, {"max_grad_norm": 1e9}),
+    "evaluation between": (evaluation, {"max_grad_norm": 1e9, **ONE}),
+    "a part between": (part_of_the_model, {"max_grad_norm": 1e9, **ONE}),
+    "dropped": (skipping, {"max_grad_norm": 1e9, **ONE}),
+    "a failed backward": (failing, {"max_grad_norm": 1e9, **ONE}),
+    "stopped": (stopping, {"max_grad_norm": 1e9, "on_nonfinite": "stop", **ONE}),
+    "another rate": (new_rate, {"max_grad_norm": 1e9, **ONE}),
+    "a written gradient": (written, {"max_grad_norm": 1e9, **ONE}),
+    "infinite": (infinite, ONE),
+    "one slot": (plain_step, {"window": 1, "update": "both", **ONE}),
+    "weights on the device": (plain_step, {"placement": {"weights": "device", "state": "host"}, **ONE}),
+    "some on disk": (plain_step, {"placement": {"weights": "host", "state": {"*": "host", 1: "disk"}}, **ONE}),
+    "checked": (plain_step, {"guard_every": 2, **ONE}),
 }
 KEPT = {
-    "never clipped": 4 * 4, "no clipping": 4 * 4, "always clipped": 0, "clipped now and then": 4, "declared": 4 * 4,
-    "two backwards": 4 * 4, "infinite": 8, "one slot": 4 * 4, "some on disk": 3 * 4, "another rate": 0,
+    "never clipped": 4 * 4, "no clipping": 4 * 4, "always clipped": 0, "clipped now and then": 4, "infinite": 8,
+    "two backwards": 4 * 4, "one slot": 4 * 4, "some on disk": 3 * 4, "another rate": 0, "not declared": 0,
+    "weights on the device": 4 * 4,
 }  # fmt: skip
 """Of four blocks in six steps: not in the first two, nor after one that was clipped or skipped."""
 
@@ -179,7 +234,7 @@ def test_bits_of_waiting(
     assert_same(found, expected)
     assert guesses["made"] == guesses["kept"] + guesses["undone"]
     assert name not in KEPT or guesses["kept"] == KEPT[name]
-    assert name == "always clipped" or guesses["made"]
+    assert name in ("always clipped", "not declared") or guesses["made"]
 
 
 def test_as_many_as_there_are_logs(device: str, guesses: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +242,7 @@ def test_as_many_as_there_are_logs(device: str, guesses: dict[str, int], monkeyp
     plain = llama(6)
     monkeypatch.setattr(updates, "LOG_SHARE", 1.0)
     model, optimizer = headrace.wrap(
-        copy.deepcopy(plain), lr=1e-2, device=device, placement={"weights": "host", "state": "host"}
+        copy.deepcopy(plain), lr=1e-2, device=device, placement={"weights": "host", "state": "host"}, accumulation=1
     )
     with headrace.session(model) as session:
         logs = session.placement.logs
@@ -204,7 +259,8 @@ def test_as_many_as_there_are_logs(device: str, guesses: dict[str, int], monkeyp
 
 def test_weights_read_before_step_are_those_before(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(updates, "LOG_SHARE", 100.0)
-    model, optimizer = headrace.wrap(llama(3), lr=1e-2, device=device, placement={"weights": "host", "state": "host"})
+    host = {"weights": "host", "state": "host"}
+    model, optimizer = headrace.wrap(llama(3), lr=1e-2, device=device, placement=host, accumulation=1)
     with headrace.session(model) as session:
         for number in range(5):
             before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -213,4 +269,60 @@ def test_weights_read_before_step_are_those_before(device: str, monkeypatch: pyt
             assert all(torch.equal(after[name], value) for name, value in before.items())
             optimizer.step()
             optimizer.zero_grad()
-        assert sum(event.kind == "guess" for event in session.events) == 1  # told once, and given up
+        assert sum(event.kind == "guess" for event in session.events) == 1  # told once
+
+
+def test_a_weight_written_inside_the_backward_is_refused(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it was before the update could not be had back."""
+    monkeypatch.setattr(updates, "LOG_SHARE", 100.0)
+    host = {"weights": "host", "state": "host"}
+    model, optimizer = headrace.wrap(llama(3), lr=1e-2, device=device, placement=host, accumulation=1)
+    with headrace.session(model) as session:
+        for number in range(3):
+            plain_step(model, optimizer, number, device)
+
+        def halve(grad: torch.Tensor) -> None:
+            with torch.no_grad():
+                model.model.layers[2].mlp.up_proj.weight.mul_(0.5)
+
+        handle = model.model.layers[0].register_forward_hook(lambda module, args, out: hooked(out, halve))
+        with pytest.raises(StepError, match="written inside the backward"):
+            backward(model, 9, device)
+        handle.remove()
+        assert session.broken
+
+
+@pytest.mark.parametrize("what", ["guess", "update"])
+def test_restore_after_an_error_forgets_guesses(
+    what: str, device: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(updates, "LOG_SHARE", 100.0)
+    host = {"weights": "host", "state": "host"}
+    armed: list[int] = []
+    owner, name = (Guesses, "make") if what == "guess" else (Call, "run")
+    original = getattr(owner, name)
+
+    def broken(self: Any, *given: Any) -> None:
+        if armed:
+            raise MemoryError
+        original(self, *given)
+
+    monkeypatch.setattr(owner, name, broken)
+    results = []
+    for fails in (False, True):
+        model, optimizer = headrace.wrap(llama(3), lr=1e-2, device=device, placement=host, accumulation=1, threads=1)
+        with headrace.session(model) as session:
+            for number in range(3):
+                plain_step(model, optimizer, number, device)
+            session.save(tmp_path / f"state{fails}")
+            if fails:
+                armed[:] = [1]
+                with pytest.raises((MemoryError, StepError)):
+                    finished_step(model, optimizer, 77, device)
+                armed.clear()
+                session.restore(tmp_path / f"state{fails}")
+                optimizer.zero_grad()
+            for number in range(3, 6):
+                plain_step(model, optimizer, number, device)
+            results.append(({name: value.clone() for name, value in model.state_dict().items()}, {}, []))
+    assert_same(*results)

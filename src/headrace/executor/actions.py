@@ -231,7 +231,7 @@ class Actions:
                     notes["step"], unit, self.regions.places[ring] if ring else self.regions.home(unit, "grads")
                 )
         end = None
-        guessed = self.guesses.settle(unit, scale, notes["groups"], self.ledger.present[unit])
+        guessed = self.guesses.settle(unit, scale, notes["step"], notes["groups"], self.ledger.present[unit])
         if scale is not None and not guessed:
             end = self._apply(op, notes, scale)
         if verdict is None:
@@ -250,7 +250,8 @@ class Actions:
     def _guess(self, op: Op, notes: Notes) -> None:
         groups: list[Hyper] = notes["groups"]
         calls = self._calls(op, groups, 1.0)
-        self.guesses.make(op.unit, self.regions.places[op.place], calls, groups, self.ledger.present[op.unit])
+        log, present = self.regions.places[op.place], self.ledger.present[op.unit]
+        self.guesses.make(op.unit, log, calls, notes["step"], groups, present)
 
     def _undo(self, op: Op, notes: Notes) -> None:
         self.guesses.undo(op.unit)
@@ -259,7 +260,7 @@ class Actions:
         """The kernel calls of a unit's update."""
         unit = self.regions.spec.units[op.unit]
         ring, _, stage = op.place.rpartition(">")
-        weights, state = self.regions.staged(unit, stage) if stage != "-" else (None, None)
+        weights, state = self.regions.staged(unit, stage) if stage.startswith("u") else (None, None)
         weights = self.regions.home(op.unit, "weights") if weights is None else weights
         state = self.regions.home(op.unit, "state") if state is None else state
         grads = self.regions.places[ring] if ring else self.regions.home(op.unit, "grads")

@@ -17,6 +17,7 @@ from headrace.spec.footprint import ALIGNMENT, round_up
 class Guess:
     """One unit's update as if its gradients needed no clipping and were finite."""
 
+    step: int
     groups: Sequence[Hyper]
     present: list[bool]
     logged: list[tuple[Call, Tensor, int]]
@@ -24,16 +25,21 @@ class Guess:
 
 
 class Guesses:
-    """The guesses under way, by unit. One lane uses it."""
+    """The guesses under way, by unit. Tokens order what is done with one unit."""
 
     def __init__(self) -> None:
         self._made: dict[int, Guess] = {}
 
+    @property
+    def units(self) -> list[int]:
+        """Those with a guess that was neither confirmed nor taken back."""
+        return list(self._made)
+
     def make(
-        self, unit: int, log: Tensor, calls: Iterable[Call], groups: Sequence[Hyper], present: Sequence[bool]
+        self, unit: int, log: Tensor, calls: Iterable[Call], step: int, groups: Sequence[Hyper], present: Sequence[bool]
     ) -> None:
         """Update in place, with a log in the bytes of `log`."""
-        guess = self._made[unit] = Guess(groups, list(present), [])
+        guess = self._made[unit] = Guess(step, groups, list(present), [])
         start = 0
         for call in calls:
             part = log[start : start + ops.adamw_log_bytes(call.numel)]
@@ -41,13 +47,15 @@ class Guesses:
             left = ops.adamw_logged_(**_tensors(call), log=part, **call.scalars)
             guess.logged.append((call, part, left))
 
-    def settle(self, unit: int, scale: float | None, groups: Sequence[Hyper], present: Sequence[bool]) -> bool:
+    def settle(
+        self, unit: int, scale: float | None, step: int, groups: Sequence[Hyper], present: Sequence[bool]
+    ) -> bool:
         """What is known now: the factor on the gradients (None: the step is skipped), and what the update is made with.
         True when the guess was right, and the update is complete; else the unit is as it was before."""
         guess = self._made.get(unit)
         if guess is None:
             return False
-        if scale != 1.0 or guess.groups != groups or guess.present != list(present):
+        if (scale, step, groups, list(present)) != (1.0, guess.step, guess.groups, guess.present):
             self.undo(unit)
             return False
         for call, log, left in guess.logged:
@@ -61,6 +69,10 @@ class Guesses:
         guess = self._made.pop(unit, None)
         for call, log, _ in guess.logged if guess is not None else ():
             ops.adamw_undo_(**_tensors(call), log=log, **call.scalars)
+
+    def forget(self) -> None:
+        """What was guessed is about to be replaced."""
+        self._made.clear()
 
 
 def _tensors(call: Call) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class Stream:
         """Given a pass whose backward begins: notes for updates in it, or None when they wait for step()."""
         self.guess: Callable[[list[Visit]], tuple[dict[int, str], dict[str, Any]]] = lambda visits: ({}, {})
         """Given a backward's visits: units whose updates it guesses, with their logs; and notes for them."""
-        self.looked: Callable[[], None] = lambda: None  # called when somebody wants weights
+        self.looked: Callable[..., None] = lambda writes=False: None  # called when somebody uses or writes weights
         self.grad_place = ""
         """Where the backward visit under way puts its gradients: a gradient slot, or "" for the unit's own region."""
         self.trial: Callable[..., None] = lambda *given: None  # see model.visit.Stream
@@ -102,6 +102,7 @@ class Stream:
 
     def forget_slots(self) -> None:
         """Weights were written from outside: whatever a slot holds may be stale."""
+        self.looked(True)
         self.abandon()
         self.slots = (None,) * self.placement.slots
 
@@ -219,6 +220,7 @@ class Stream:
             self._depart(current, unit, kind)
         else:
             self._end_forward()
+            self.looked()
             current = self._pass = Pass(training, self._predicted[training], root, updates=self.updates)
         visits = current.onwards(unit, kind)
         if self.placement.offload and training:

@@ -142,7 +142,8 @@ def adamw_finish_(
     weight: Tensor, low: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, log: Tensor,
     **options: Unpack[AdamOptions],
 ) -> None:  # fmt: skip
-    """Update the chunks that `adamw_logged_` of the same options left: both together are one `adamw_`. Once."""
+    """Update the chunks that `adamw_logged_` of the same options left: both together are one `adamw_`, but for the
+    pattern of NaNs. Once."""
     scalars = _checked_log("adamw_finish_", weight, low, exp_avg, exp_avg_sq, grad, log, options)
     call("adamw_finish_", weight.device, weight, low, exp_avg, exp_avg_sq, grad, log, scalars)
 

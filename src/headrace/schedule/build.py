@@ -283,11 +283,10 @@ def update(
     return Program("update", tuple(build.ops), tuple(slots), after)
 
 
-def undo(guessed: Mapping[int, str]) -> Program:
-    """Guessed updates are taken back."""
-    names = enumerate(guessed.items())
-    ops = [Op(n, "UPDATE", "undo", u, log, "host", (), (f"home:u{u}",), (f"updated:u{u}", f"home:u{u}"))
-           for n, (u, log) in names]  # fmt: skip
+def undo(units: Iterable[int]) -> Program:
+    """Guessed updates of these units are taken back."""
+    ops = [Op(n, "UPDATE", "undo", u, "-", "host", (), (f"home:u{u}",), (f"updated:u{u}", f"home:u{u}"))
+           for n, u in enumerate(units)]  # fmt: skip
     return Program("undo", tuple(ops))
 
 

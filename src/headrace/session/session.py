@@ -130,7 +130,7 @@ class Session:
 
     def _begun(self) -> None:
         """A backward begins."""
-        self._guessing.begin()
+        self._guessing.take_back()
         self._gradients.settle()
         if self.guard is not None:
             self.guard.begin(self.steps + 1)
@@ -139,7 +139,7 @@ class Session:
         """The model is about to be called: raise what updates have met since."""
         self.check_open()
         self._settled(self._executor.check)
-        self._guessing.take_back()
+        self._stream.settle()
         self._check_frozen()
         self._values.hold_rest()
 
@@ -216,7 +216,7 @@ class Session:
         if self.closed:
             return
         self._gradients.hide()
-        self._guessing.drop()
+        self._stream.settle()
         if self.guard is not None:
             self.guard.drop(self.steps)
         held, ledger = self._stream.held, self._actions.ledger
@@ -266,8 +266,8 @@ class Session:
             if self._actions.broken is None:
                 self._stream.abandon()
                 self._executor.recover()
-                for unit in list(self._actions.ledger.arrived):
-                    self._actions.ledger.consume(unit, updated=False)
+                self._guessing.recover()
+                self._actions.ledger.drop()
             raise
 
     def gradient(self, name: str) -> Tensor:
@@ -357,6 +357,7 @@ class Session:
         """Drop gradients and passes under way, and forget failed work: all values are about to be replaced."""
         self._stream.abandon()
         self._executor.recover()
+        self._guessing.forget()
         self._stream.begin_step()
         self.zero_grad()
         self._actions.ledger.drop()

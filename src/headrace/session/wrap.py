@@ -187,7 +187,7 @@ def _anatomy(
     events.add("blocks", "; ".join(map(str, stacks)))
     if options.accumulation is not None and not options.updates_at_once:
         why = "max_grad_norm needs all gradients" if options.max_grad_norm is not None else "on_nonfinite is 'skip'"
-        events.add("accumulation", f"updates begin at step() and not inside the backward: {why}")
+        events.add("accumulation", f"updates are final at step() and not inside the backward: {why}")
     state = rule.state(options.moments)
     narrow = _narrow(model, groups) if options.autocast else frozenset()
     wide = not limits.computes_bf16(device)
@@ -232,8 +232,10 @@ def _place(
         placement = replace(placement, offload=False)
     placement, updates = place_updates(anatomy.spec, placement, budgets, options.update)
     events.add("updates", updates)
-    if not options.updates_at_once and rule.kind == "adamw" and options.moments == "float32":
-        placement, guesses = place_logs(anatomy.spec, placement, budgets)
+    if options.accumulation is not None and not options.updates_at_once:
+        guesses = "none: only updates by AdamW with fp32 moments can be taken back"
+        if rule.kind == "adamw" and options.moments == "float32":
+            placement, guesses = place_logs(anatomy.spec, placement, budgets)
         events.add("guesses", guesses)
     events.add("placement", summary(anatomy.spec, placement), why=why,
                device_memory="no limit" if budgets.device is None else format_bytes(budgets.device),

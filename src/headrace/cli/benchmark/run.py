@@ -147,9 +147,8 @@ class _Runs:
         model = build(request.model, dtype, request.layers, max(POSITIONS, longest), self._device)
         _refuse_long(model, longest)
         arithmetic = arithmetic_of(model)
-        own = {"max_grad_norm": works[0].max_grad_norm} if clips else {
-            "accumulation": min(work.micro_batches for work in works), "on_nonfinite": "stop",
-        }  # fmt: skip
+        own = {"accumulation": min(work.micro_batches for work in works)}
+        own |= {"max_grad_norm": works[0].max_grad_norm} if clips else {"on_nonfinite": "stop"}
         optimizer = torch.optim.AdamW(model.parameters(), lr=request.lr)
         options = {**own, "compile": self._compile, **self._asked.options}
         model, optimizer = headrace.wrap(model, optimizer, **options)
