@@ -112,6 +112,55 @@ def test_buffers_change_once(graphs: Graphs, device: str) -> None:
         assert not [event for event in headrace.session(ours).events if event.kind == "compile"]
 
 
+class Logging(Block):
+    """Keeps a list of what it computed."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__(width, inner)
+        self.log: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.log.append(y.detach().mean())
+        return y
+
+
+def test_lists_of_the_blocks_get_what_was_computed(graphs: Graphs, device: str) -> None:
+    """Those who collect values see them in the forward, and again in the recompute as without compilation."""
+    plain = toy(blocks=[Logging(20, 27) for _ in range(3)]).to(device)
+    with streamed(plain, compile=True, device=device) as (ours, _):
+        for _ in range(2):
+            for model in (plain, ours):
+                toy_loss(model, batch().to(device)).backward()
+            assert_close(gradients(ours), gradients(plain))
+        for theirs, block in zip(plain.blocks, ours.blocks, strict=True):
+            values = {round(float(value), 5) for value in theirs.log}
+            assert {round(float(value), 5) for value in block.log} == values
+
+
+class Numbered(Block):
+    """Reads a number of its own, so that every block is compiled by itself."""
+
+    number = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 + self.number / 1000)
+
+
+def test_more_kinds_of_blocks_than_torch_compiles(graphs: Graphs, device: str) -> None:
+    """Those over its limit run as torch runs them then; the others stay compiled, and none is told to be eager."""
+    blocks = [Numbered(20, 27) for _ in range(12)]
+    for number, block in enumerate(blocks):
+        block.number = number
+    plain = toy(blocks=blocks).to(device)
+    with streamed(plain, compile=True, device=device) as (ours, _):
+        for _ in range(2):
+            for model in (plain, ours):
+                toy_loss(model, batch().to(device)).backward()
+            assert_close(gradients(ours), gradients(plain))
+        assert not [event for event in headrace.session(ours).events if event.kind == "compile"]
+
+
 def test_lengths_that_vary(graphs: Graphs, device: str) -> None:
     """The second length makes torch.compile treat it as a variable."""
     plain = toy().to(device)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headrace.model.containers import leaves
 from headrace.model.surroundings import RandomState
 
 Forward = Callable[..., Any]
@@ -58,12 +59,16 @@ class Compiler:
         random = RandomState.now(self._device)
         while way != EAGER:
             try:
+                self._replays.computed = 0
                 result = ways[way](*args, **kwargs)
-                self._ways[kind] = way
+                kept = {id(leaf) for leaf in leaves(result) if isinstance(leaf, Tensor)}
+                # What else the graph gives goes to lists or recorders of the model, which a replay would fill again.
+                self._ways[kind] = PARTS if self._replays.computed > len(kept) else way
                 return result
             except Exception as error:
                 random.restore(self._device)  # it may fail half-way, after numbers that the recompute will draw again
-                if way == WHOLE and isinstance(error, torch._dynamo.exc.Unsupported):
+                no_graph = (torch._dynamo.exc.Unsupported, torch._dynamo.exc.FailOnRecompileLimitHit)
+                if way == WHOLE and isinstance(error, no_graph):
                     way = PARTS
                     continue
                 result = eager(*args, **kwargs)  # raises again what is a fault of the model, not of the compiler
@@ -79,6 +84,8 @@ class Replays(threading.local):
     """Whether forwards in this thread are replays, and the compiler of graphs that can be replayed without kernels."""
 
     on = False
+    computed = 0
+    """Results that the forward which ran last has computed."""
     refused = False
     """The graph that was compiled last cannot be replayed without kernels."""
 
@@ -113,6 +120,7 @@ class Replays(threading.local):
 
         def call(values: list[Any]) -> Any:
             if not self.on:
+                self.computed = sum(isinstance(result, Tensor) for result in results)
                 return forward(values)
             made = [values[result] if isinstance(result, int) else _like(result) for result in results]
             values.clear()
