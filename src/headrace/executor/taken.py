@@ -146,7 +146,8 @@ def _finisher(call: Call, results: tuple[Tensor, ...]) -> Callable[[], Any]:
         for place, index in call.product.returned.items():
             own[place] = call.packed.tensors[index]  # the caller's own tensor, as without Headrace
         result, changes, recorded, _ = call.product.rebuild(own)
-        write_back(containers(call.given), changes)
+        if changes:
+            write_back(containers(call.given), changes)
         record_outside(recorded)
         call.forget_arguments()
         return result

@@ -61,6 +61,8 @@ def hooked_parts(block: nn.Module) -> Iterator[str]:
     """Modules inside a block whose forward has hooks of the user's. transformers' recorders are none: what they collect
     becomes a result of the block."""
     for name, part in block.named_modules():
+        if not (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks):
+            continue
         hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values(), *part._backward_hooks.values())
         foreign = [hook for hook in hooks if "output_capturing" not in getattr(hook, "__module__", "")]
         if name and foreign:

@@ -68,6 +68,9 @@ class Autocast:
         return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
     def __call__(self) -> contextlib.AbstractContextManager[Any]:
+        kind = self.device_type
+        if not self.enabled and not torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == self.dtype:
+            return contextlib.nullcontext()
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
 
 
@@ -89,7 +92,7 @@ class Marks:
 
     def _kept(self) -> dict[Key, tuple[Any, int]]:
         marks = zip(self._keys, self._found, self._versions, strict=True)
-        return {key: (value, version) for key, value, version in marks if _is_kept(value)}
+        return {key: (value, version) for key, value, version in marks if isinstance(value, _KEPT)}
 
 
 def _same(one: tuple[Any, int], other: tuple[Any, int]) -> bool:
@@ -141,7 +144,7 @@ class Buffers:
 
     def _now(self) -> Values:
         found = self._found()
-        return {key: value for key, value in zip(self._keys, found, strict=True) if _is_kept(value)}
+        return {key: value for key, value in zip(self._keys, found, strict=True) if isinstance(value, _KEPT)}
 
     def values(self) -> Values:
         """All of them; tensors are copies, unless they are part of a graph."""
@@ -173,12 +176,8 @@ class Buffers:
 
 
 _TORCHS_OWN = frozenset(nn.Module().__dict__)
-_KEPT = (Tensor, bool, int, float, complex, str)
+_KEPT = (type(None), bool, int, float, str, Tensor, complex)
 _ABSENT = object()
-
-
-def _is_kept(value: Any) -> bool:
-    return value is None or isinstance(value, _KEPT)
 
 
 def _copy(value: Any) -> Any:
