@@ -147,7 +147,7 @@ class _Runs:
         model = build(request.model, dtype, request.layers, max(POSITIONS, longest), self._device)
         _refuse_long(model, longest)
         arithmetic = arithmetic_of(model)
-        own = {"accumulation": min(work.micro_batches for work in works)}
+        own: dict[str, Any] = {"accumulation": min(work.micro_batches for work in works)}
         own |= {"max_grad_norm": works[0].max_grad_norm} if clips else {"on_nonfinite": "stop"}
         optimizer = torch.optim.AdamW(model.parameters(), lr=request.lr)
         options = {**own, "compile": self._compile, **self._asked.options}
