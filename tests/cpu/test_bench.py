@@ -107,7 +107,8 @@ def test_the_options_are_in_force(tmp_path: Path) -> None:
     used = report["sessions"][0]["options"]
     assert used == {
         "window": 2, "rows": 1, "update": "host", "moments": "bfloat16", "disk_dir": str(tmp_path), "recompute": False,
-        "placement": {"weights": "host", "state": "disk"}, "device": "cpu", "compile": False, "max_grad_norm": 1.0,
+        "placement": {"weights": "host", "state": "disk"}, "device": "cpu", "compile": False,
+        "max_grad_norm": 1.0, "accumulation": 1,
     }  # fmt: skip
     names = {bound["name"] for bound in report["works"][0]["roofline"]}
     assert {"disk read", "disk write", "link up", "compute"} <= names
