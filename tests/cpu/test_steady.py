@@ -20,7 +20,7 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {}, "rows": {"rows": 1}, "kept activations": {"recompute": False},
     "inputs on the host": {"placement": {"inputs": "host"}}, "updates on both sides": {"update": "both"},
     "clipped": {"max_grad_norm": 1e-3}, "guarded": {"guard_every": 1},
-    "early updates": {"accumulation": True, "on_nonfinite": "stop"},
+    "early updates": {"on_nonfinite": "stop"},
     "disk": {"placement": {"weights": "disk", "state": "disk"}},
     "device": {"placement": {"weights": "device", "state": "device"}},
 }  # fmt: skip
@@ -57,8 +57,7 @@ def steps_of(model: Any, optimizer: Any, micro_batches: int) -> Callable[[], Non
 
 
 def given(name: str, micro_batches: int, folder: Path) -> dict[str, Any]:
-    options = {"disk_dir": folder, "threads": 1, **CASES[name]}
-    return {**options, "accumulation": micro_batches} if "accumulation" in options else options
+    return {"disk_dir": folder, "threads": 1, "accumulation": micro_batches, **CASES[name]}
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])

@@ -73,9 +73,9 @@ def test_weights_twice_and_gradients_once(
     """Of each block and each tile of the head. The last ones of the forward are still in their slots when the backward
     begins, and come once."""
     options = {"window": window, "disk_dir": tmp_path, "threads": 1, **CASES[name]}
-    if "accumulation" in options:
-        options["accumulation"] = micro_batches
     guesses = options.pop("guesses", False)
+    if guesses or "accumulation" in options:
+        options["accumulation"] = micro_batches
     monkeypatch.setattr(updates, "LOG_SHARE", 100.0 if guesses else 0.0)
     with streamed(llama(5, torch.bfloat16), adamw, **options) as (model, optimizer):
         session = headrace.session(model)

@@ -38,7 +38,7 @@ HOST_LANES = {f"headrace-{name}" for name in ("host", "device", "read", "state",
 CASES: dict[str, dict[str, Any]] = {
     "plain": {}, "rows": {"rows": 1}, "kept activations": {"recompute": False}, "one slot": {"window": 1},
     "updates on both sides": {"update": "both"}, "clipped": {"max_grad_norm": 1e-3, "update": "both"},
-    "guessed": {"max_grad_norm": 1e9}, "early updates": {"accumulation": True, "on_nonfinite": "stop"},
+    "guessed": {"max_grad_norm": 1e9}, "early updates": {"on_nonfinite": "stop"},
     "disk": {"placement": {"weights": "disk", "state": "disk"}},
     "all at once": {"rows": 2, "compile": True, "update": "both", "max_grad_norm": 1e9},
 }  # fmt: skip
@@ -123,8 +123,7 @@ def train(model: Any, optimizer: Any, micro_batches: int, steps: int) -> None:
 def test_no_layer_waits_for_the_device(name: str, micro_batches: int, tmp_path: Path) -> None:
     """Two whole steps after the first three, with their forwards, backwards and the calls of the optimizer."""
     options = {"device": "cuda", "window": 2, "disk_dir": tmp_path, **CASES[name]}
-    if "accumulation" in options:
-        options["accumulation"] = micro_batches
+    options["accumulation"] = micro_batches
     with streamed(llama(6, torch.bfloat16), adamw, **{**options, "debug": False}) as (model, optimizer):
         train(model, optimizer, micro_batches, 3)
         headrace.session(model).wait()

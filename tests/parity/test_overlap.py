@@ -70,7 +70,13 @@ def run(plain: Any, device: str, folder: Path, share: float, **options: Any) -> 
             patch.setattr(Guesses, name, _counted(name, counts))
         model = copy.deepcopy(plain)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-        given = {"placement": {"weights": "host", "state": "host"}, "window": 2, "disk_dir": folder, "debug": True}
+        given: dict[str, Any] = {
+            "placement": {"weights": "host", "state": "host"},
+            "window": 2,
+            "disk_dir": folder,
+            "debug": True,
+        }
+        given["accumulation"] = micro_batches
         model, optimizer = headrace.wrap(model, optimizer, device=device, **{**given, **options})
         with headrace.session(model) as session:
             losses = []
