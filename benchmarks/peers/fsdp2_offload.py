@@ -7,7 +7,6 @@ from typing import Any
 import peer
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 asked = peer.flags(__doc__ or "")
@@ -31,20 +30,7 @@ if asked.threads:
     torch.set_num_threads(asked.threads)
 optimizer = torch.optim.AdamW(model.parameters(), lr=asked.lr, fused=True)
 
-
-def step(batch: list[Tensor]) -> Any:
-    total = torch.zeros((), device=asked.device)
-    for ids in batch:
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss / len(batch)
-        loss.backward()
-        total += loss.detach()
-    if asked.max_grad_norm is not None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), asked.max_grad_norm)
-    optimizer.step()
-    optimizer.zero_grad()
-    return total
-
-
 torch.cuda.reset_peak_memory_stats()
-peer.measure(asked, vocabulary, step, "fp32 weights, moments and gradients in host memory")
+note = "fp32 weights, moments and gradients in host memory"
+peer.measure(asked, vocabulary, peer.plain_step(asked, model, optimizer), note)
 dist.destroy_process_group()

@@ -103,6 +103,26 @@ def batches_of(asked: argparse.Namespace, vocabulary: int) -> list[list[Tensor]]
     return [list(step.unbind()) for step in ids.unbind()]
 
 
+def plain_step(
+    asked: argparse.Namespace, model: Any, optimizer: torch.optim.Optimizer
+) -> Callable[[list[Tensor]], Tensor]:
+    """The ordinary loop's step for `measure`: gradients of all micro-batches, clipping, update."""
+
+    def step(batch: list[Tensor]) -> Tensor:
+        total = torch.zeros((), device=asked.device)
+        for ids in batch:
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss / len(batch)
+            loss.backward()
+            total += loss.detach()
+        if asked.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), asked.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return step
+
+
 def one_rank(port: int) -> None:
     """What torch.distributed asks the environment for, for a world of one process."""
     names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),

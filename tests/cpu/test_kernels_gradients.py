@@ -14,9 +14,7 @@ SIZES = [0, 1, 7, 8, 9, 31, 4097, 65536, 65537, 1_000_003]
 DTYPES = [torch.bfloat16, torch.float32]
 
 
-@pytest.fixture(params=["auto", "reference"], autouse=True)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HEADRACE_KERNELS", request.param)
+pytestmark = pytest.mark.usefixtures("backend")
 
 
 def assert_sum(actual: Tensor, of: Tensor) -> None:

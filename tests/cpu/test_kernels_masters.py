@@ -13,9 +13,7 @@ EDGES = [0x00000000, 0x80000000, 0x00000001, 0x80000001, 0x00007FFF, 0x00008000,
          0x7FC00000, 0xFFC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFFFF8000]  # fmt: skip
 
 
-@pytest.fixture(params=["auto", "reference"], autouse=True)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HEADRACE_KERNELS", request.param)
+pytestmark = pytest.mark.usefixtures("backend")
 
 
 def patterns(values: list[int]) -> Tensor:

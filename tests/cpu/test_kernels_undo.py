@@ -24,14 +24,6 @@ VARIANTS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.fixture(params=["numba", "reference"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    name: str = request.param
-    monkeypatch.setenv("HEADRACE_KERNELS", "reference" if name == "reference" else "auto")
-    assert ops.backend_name("cpu") == name
-    return name
-
-
 def fresh(size: int, is_split: bool, seed: int = 0) -> State:
     """A state before the first update."""
     master = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * 0.02

@@ -16,14 +16,6 @@ SIZES = [0, 1, 7, 8, 9, 31, 4097, 1_000_003]
 ADAM: dict[str, Any] = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.98, "eps": 1e-8, "weight_decay": 0.1}
 
 
-@pytest.fixture(params=["numba", "reference"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    name: str = request.param
-    monkeypatch.setenv("HEADRACE_KERNELS", "reference" if name == "reference" else "auto")
-    assert ops.backend_name("cpu") == name
-    return name
-
-
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
     hi, low = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16)
     ops.split_master_(hi, low, master)

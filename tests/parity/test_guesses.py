@@ -257,10 +257,16 @@ def test_as_many_as_there_are_logs(device: str, guesses: dict[str, int], monkeyp
             assert check(session.program(kind)) == []
 
 
-def test_weights_read_before_step_are_those_before(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def guessing_model(device: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, torch.optim.Optimizer]:
+    """All of its three blocks have logs."""
     monkeypatch.setattr(updates, "LOG_SHARE", 100.0)
     host = {"weights": "host", "state": "host"}
-    model, optimizer = headrace.wrap(llama(3), lr=1e-2, device=device, placement=host, accumulation=1)
+    model, optimizer = headrace.wrap(llama(3), lr=1e-2, device=device, placement=host, accumulation=1, threads=1)
+    return model, optimizer
+
+
+def test_weights_read_before_step_are_those_before(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = guessing_model(device, monkeypatch)
     with headrace.session(model) as session:
         for number in range(5):
             before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -274,9 +280,7 @@ def test_weights_read_before_step_are_those_before(device: str, monkeypatch: pyt
 
 def test_a_weight_written_inside_the_backward_is_refused(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it was before the update could not be had back."""
-    monkeypatch.setattr(updates, "LOG_SHARE", 100.0)
-    host = {"weights": "host", "state": "host"}
-    model, optimizer = headrace.wrap(llama(3), lr=1e-2, device=device, placement=host, accumulation=1)
+    model, optimizer = guessing_model(device, monkeypatch)
     with headrace.session(model) as session:
         for number in range(3):
             plain_step(model, optimizer, number, device)
@@ -296,8 +300,6 @@ def test_a_weight_written_inside_the_backward_is_refused(device: str, monkeypatc
 def test_restore_after_an_error_forgets_guesses(
     what: str, device: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(updates, "LOG_SHARE", 100.0)
-    host = {"weights": "host", "state": "host"}
     armed: list[int] = []
     owner, name = (Guesses, "make") if what == "guess" else (Call, "run")
     original = getattr(owner, name)
@@ -310,7 +312,7 @@ def test_restore_after_an_error_forgets_guesses(
     monkeypatch.setattr(owner, name, broken)
     results = []
     for fails in (False, True):
-        model, optimizer = headrace.wrap(llama(3), lr=1e-2, device=device, placement=host, accumulation=1, threads=1)
+        model, optimizer = guessing_model(device, monkeypatch)
         with headrace.session(model) as session:
             for number in range(3):
                 plain_step(model, optimizer, number, device)

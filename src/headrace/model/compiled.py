@@ -61,9 +61,7 @@ class Compiler:
             try:
                 self._replays.computed = 0
                 result = ways[way](*args, **kwargs)
-                kept = {id(leaf) for leaf in leaves(result) if isinstance(leaf, Tensor)}
-                # What else the graph gives goes to lists or recorders of the model, which a replay would fill again.
-                self._ways[kind] = PARTS if self._replays.computed > len(kept) else way
+                self._ways[kind] = PARTS if self._keeps_more(result) else way
                 return result
             except Exception as error:
                 random.restore(self._device)  # it may fail half-way, after numbers that the recompute will draw again
@@ -78,6 +76,12 @@ class Compiler:
                 self._tell(f"uncompiled {kind.__name__}", "compile", text)
                 return result
         return eager(*args, **kwargs)
+
+    def _keeps_more(self, result: Any) -> bool:
+        """The graph that ran computes more than the result, which lists or recorders of the model have taken: a replay
+        would fill them again, with memory as it was."""
+        computed = self._replays.computed
+        return computed > 0 and computed > len({id(leaf) for leaf in leaves(result) if isinstance(leaf, Tensor)})
 
 
 class Replays(threading.local):

@@ -120,7 +120,7 @@ def _shortfalls(need: Footprint, budgets: Budgets, work: float) -> dict[str, str
     """What does not fit, by tier: needed against usable. `work`: the share that is left to activations."""
     short = {}
     host_work = work if budgets.shared else 0.0
-    device, host = need.device_bytes, _host_bytes(need, budgets)
+    device, host = need.device_bytes, host_bytes(need, budgets)
     if budgets.device is not None and device > budgets.device * (1 - work):
         short[DEVICE] = f"needs {format_bytes(device)} of device memory, {_usable(budgets.device, work)}"
     if host > budgets.host * (1 - host_work):
@@ -136,7 +136,8 @@ def _usable(budget: int, work: float) -> str:
     return f"{format_bytes(budget * (1 - work))} may be used{left}"
 
 
-def _host_bytes(need: Footprint, budgets: Budgets) -> int:
+def host_bytes(need: Footprint, budgets: Budgets) -> int:
+    """RAM that a placement takes: where the device is the CPU, device bytes too."""
     return need.host_bytes + (need.device_bytes if budgets.shared else 0)
 
 
@@ -186,7 +187,7 @@ def _least_host(spec: ModelSpec, candidates: list[tuple[Placement, float]], budg
     for placement, work in candidates:
         need = footprint(spec, placement)
         if not _shortfalls(need, replace(budgets, host=1 << 60), work):
-            found.append(math.ceil(_host_bytes(need, budgets) / (1 - (work if budgets.shared else 0.0))))
+            found.append(math.ceil(host_bytes(need, budgets) / (1 - (work if budgets.shared else 0.0))))
     return min(found, default=None)
 
 

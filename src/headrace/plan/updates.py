@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from headrace.base.errors import PlanError
 from headrace.base.units import format_bytes
-from headrace.plan.place import WORK_SHARE, Budgets
+from headrace.plan.place import WORK_SHARE, Budgets, host_bytes
 from headrace.spec.footprint import footprint, keeps_log, log_place_bytes, passes_device
 from headrace.spec.model import REST, ModelSpec
 from headrace.spec.placement import DEVICE, HOST, Placement
@@ -55,13 +55,11 @@ def place_logs(spec: ModelSpec, placement: Placement, budgets: Budgets) -> tuple
     was decided."""
     size = log_place_bytes(spec, placement)
     able = sum(keeps_log(unit, placement) for unit in spec.units)
-    room = budgets.host - footprint(spec, placement).host_bytes
+    room = budgets.host - host_bytes(footprint(spec, placement), budgets)
     count = min(able, int(min(LOG_SHARE * spec.parameters, room * (1 - WORK_SHARE)) // size)) if size else 0
     if count < 1:
-        return (
-            placement,
-            "none: no memory for a log" if able else "none: no optimizer state of blocks is in host memory",
-        )
+        reason = "no memory for a log" if able else "no optimizer state of blocks is in host memory"
+        return placement, f"none: {reason}"
     text = f"updates of {count} of {able} blocks begin in the backward and are taken back when the step is clipped"
     return replace(placement, logs=count), f"{text}; {format_bytes(count * size)} of logs"
 
