@@ -195,11 +195,24 @@ def test_add_rows(backend: str, dtype: torch.dtype) -> None:
     matrix, index, rows = torch.randn(33, 7).to(dtype), torch.randperm(33)[:11], torch.randn(11, 7)
     expected = matrix.float()
     expected[index] += rows
-    ops.add_rows_(matrix, index, rows)
-    assert torch.equal(matrix, expected.to(dtype))
     before = matrix.clone()
-    ops.add_rows_(matrix, index[:0], rows[:0])
+    growth = ops.add_rows_(matrix, index, rows)
+    assert torch.equal(matrix, expected.to(dtype))
+    squares = [float(x.double().square().sum()) for x in (before, matrix)]
+    assert growth.dtype == torch.float64 and growth.shape == ()
+    assert float(growth) == pytest.approx(squares[1] - squares[0], rel=1e-12)
+    before = matrix.clone()
+    assert float(ops.add_rows_(matrix, index[:0], rows[:0])) == 0.0
     assert torch.equal(matrix, before)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_add_rows_tells_of_infinite_rows(backend: str, value: float) -> None:
+    rows = torch.ones(2, 5)
+    rows[1, 4] = value
+    assert not torch.isfinite(ops.add_rows_(torch.ones(3, 5), torch.tensor([2, 0]), rows))
+    matrix = torch.full((3, 5), value)
+    assert not torch.isfinite(ops.add_rows_(matrix, torch.tensor([1]), torch.ones(1, 5)))
 
 
 @pytest.mark.parametrize("bad", [-1, 33])

@@ -160,9 +160,10 @@ def test_add_rows() -> None:
     for dtype in DTYPES:
         matrix, index, rows = torch.randn(33, 7).to(dtype), torch.randperm(33)[:11], torch.randn(11, 7)
         there = matrix.cuda()
-        ops.add_rows_(there, index.cuda(), rows.cuda())
-        reference.add_rows_(matrix, index, rows)
+        growth = ops.add_rows_(there, index.cuda(), rows.cuda())
+        expected = reference.add_rows_(matrix, index, rows)
         assert_same_bits([there], [matrix])
+        assert float(growth) == pytest.approx(float(expected), rel=1e-12)
 
 
 def test_kernels_run_on_the_current_stream_without_waiting() -> None:

@@ -107,7 +107,7 @@ def test_steps_take_no_more_memory_than_the_first(
     assert after == before
 
 
-def peak(model: Any, micro_batches: int, rows: int, length: int, **options: Any) -> tuple[int, int]:
+def peak(model: Any, micro_batches: int, batch_rows: int, length: int, **options: Any) -> tuple[int, int]:
     """(most bytes that a step after the warm-up allocates, bytes of a block's weights): without what was allocated
     before the session, and without the workspaces that cuBLAS keeps for each thread."""
     gc.collect()
@@ -115,7 +115,7 @@ def peak(model: Any, micro_batches: int, rows: int, length: int, **options: Any)
     base = torch.cuda.memory_allocated()
     given = {"device": "cuda", "debug": False, "check_memory": False, **options}
     with streamed(model, adamw, **given) as (ours, optimizer):
-        step = steps_of(ours, optimizer, micro_batches, rows, length)
+        step = steps_of(ours, optimizer, micro_batches, batch_rows, length)
         for _ in range(WARM_UP):
             step()
         torch.cuda.reset_peak_memory_stats()

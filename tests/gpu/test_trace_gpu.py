@@ -71,7 +71,7 @@ def test_events_say_when_each_op_ran(update: str) -> None:
 
 
 def test_a_trace_makes_no_step_wait() -> None:
-    """Tracing adds no wait for the device: torch's own detection sees as many of them with it as without."""
+    """Tracing adds no wait for the device: torch's own detection sees no more of them with it than without."""
     import warnings
 
     model, optimizer = wide_llama()
@@ -93,7 +93,7 @@ def test_a_trace_makes_no_step_wait() -> None:
         plain = waits()
         with session.record_trace() as trace:
             traced = waits()
-        assert trace.spans() and traced == plain
+        assert trace.spans() and traced <= plain
 
 
 @pytest.mark.parametrize("update", ["host", "both", "device"])

@@ -110,8 +110,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(updates, "LOG_SHARE", 100.0)
 
 
-def train(model: Any, optimizer: Any, micro_batches: int, steps: int) -> None:
-    parts = [batch(4, 17, seed=number, vocabulary=257).cuda() for number in range(micro_batches)]
+def micro_batches_of(count: int) -> list[torch.Tensor]:
+    return [batch(4, 17, seed=number, vocabulary=257).cuda() for number in range(count)]
+
+
+def train(model: Any, optimizer: Any, parts: list[torch.Tensor], steps: int) -> None:
+    micro_batches = len(parts)
     for _ in range(steps):
         headrace.accumulate(lambda part: hf_loss(model, part) / micro_batches, parts).backward()
         optimizer.step()
@@ -124,12 +128,13 @@ def test_no_layer_waits_for_the_device(name: str, micro_batches: int, tmp_path: 
     """Two whole steps after the first three, with their forwards, backwards and the calls of the optimizer."""
     options = {"device": "cuda", "window": 2, "disk_dir": tmp_path, **CASES[name]}
     options["accumulation"] = micro_batches
+    parts = micro_batches_of(micro_batches)
     with streamed(llama(6, torch.bfloat16), adamw, **{**options, "debug": False}) as (model, optimizer):
-        train(model, optimizer, micro_batches, 3)
+        train(model, optimizer, parts, 3)
         headrace.session(model).wait()
         torch.cuda.synchronize()
         with watched() as waits:
-            train(model, optimizer, micro_batches, 2)
+            train(model, optimizer, parts, 2)
         headrace.session(model).wait()
         assert [str(event) for event in headrace.session(model).events if event.kind == "compile"] == []
     assert waits.unexcused == []
@@ -151,10 +156,11 @@ def test_a_wait_in_a_layer_is_seen(wait: str) -> None:
 
     plain = llama(3)
     plain.model.layers[1].mlp.register_forward_pre_hook(look)
+    parts = micro_batches_of(1)
     with streamed(plain, adamw, device="cuda") as (model, optimizer):
-        train(model, optimizer, 1, 2)
+        train(model, optimizer, parts, 2)
         torch.cuda.synchronize()
         with watched() as waits:
-            train(model, optimizer, 1, 1)
+            train(model, optimizer, parts, 1)
     assert len(waits.unexcused) >= 2
     assert all(f"{LAYER}:" in text and "test_waits_gpu.py:look" in text for text in waits.unexcused)

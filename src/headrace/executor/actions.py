@@ -22,11 +22,7 @@ from headrace.schedule.op import Op
 from headrace.spec.footprint import passes_device
 from headrace.spec.model import REST, Unit
 from headrace.spec.placement import DEVICE
-from headrace.store.regions import Regions, typed
-
-ROWS_AT_ONCE = 4096
-"""Rows of an embedding that are copied at a time: tens of MiB."""
-
+from headrace.store.regions import DTYPES, Regions, typed
 
 class Guard(Protocol):
     """Judges gradients before they are used."""
@@ -82,7 +78,7 @@ class Actions:
     def _read(self, op: Op, notes: Notes) -> None:
         unit = self.regions.spec.units[op.unit]
         if op.region == "weights":
-            self.regions.read(op.unit, "weights", self.regions.places[op.place][: unit.weights.nbytes])
+            self.regions.read(op.unit, "weights", self.regions.places[op.place][: unit.stored.nbytes])
             return
         for region, view in zip(("weights", "state"), self.regions.staged(unit, op.place), strict=True):
             if view is not None and view.numel():
@@ -102,7 +98,7 @@ class Actions:
         if op.region == "input":
             self.traffic.to_device += self.inputs.load(notes["inputs"], op.visit, op.place)
             return
-        nbytes = self.regions.spec.units[op.unit].weights.nbytes
+        nbytes = self.regions.spec.units[op.unit].stored.nbytes
         stage, _, place = op.place.rpartition(">")
         target = self.regions.resident(op.unit) if place == "r" else self.regions.places[place][:nbytes]
         source = self.regions.places[stage][:nbytes] if stage else self.regions.home(op.unit, "weights")
@@ -184,12 +180,9 @@ class Actions:
             total.zero_() if left is None else total.index_fill_(0, left, 0.0)
             square = 0.0
             self.ledger.sparse[tile] = index
-        else:
-            square -= _row_squares(total, index)
-            if left is not None:
-                self.ledger.sparse[tile] = torch.cat([left, index]).unique()
-        ops.add_rows_(total, index, rows)
-        square += _row_squares(total, index)
+        elif left is not None:
+            self.ledger.sparse[tile] = torch.cat([left, index]).unique()
+        square += float(ops.add_rows_(total, index, rows))
         self.ledger.note_square(tile, max(square, 0.0) if first or known else None)
 
     def _norm(self, op: Op, notes: Notes) -> None:
@@ -306,19 +299,14 @@ def add_region(unit: Unit, home: Tensor, term: Tensor, first: bool) -> float:
     return total
 
 
-def _row_squares(matrix: Tensor, index: Tensor) -> float:
-    parts = [ops.sum_squares(matrix.index_select(0, part).reshape(-1)) for part in index.split(ROWS_AT_ONCE)]
-    return float(torch.stack(parts).sum())
-
-
 def squares_of(regions: Regions, units: Sequence[int]) -> dict[int, float]:
-    """Sum of squares of each unit's gradients in their home. The device is waited for once, not tensor by tensor."""
+    """Sum of squares of each unit's gradients in their home, whose padding is zero. The device is waited for once."""
     parts: dict[int, list[Tensor]] = {}
     for unit in units:
         home = regions.home(unit, "grads")
         assert home is not None
-        views = typed(home, regions.spec.units[unit].grads)
-        parts[unit] = [ops.sum_squares(view.reshape(-1)) for view in views]
+        runs = regions.spec.units[unit].grads.runs
+        parts[unit] = [ops.sum_squares(home[first:last].view(DTYPES[dtype])) for dtype, first, last, _ in runs]
     distant = [part for found in parts.values() for part in found if part.is_cuda]
     numbers = iter(torch.stack(distant).tolist() if distant else ())
     return {

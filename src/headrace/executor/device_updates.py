@@ -1,7 +1,10 @@
 """Updates on the device of units whose state lives in host memory: it passes in pieces, up, through the kernel, down.
 
-The host's own update is bound by what its cores can stream; copies engines move part of the state past them, and the
+The host's own update is bound by what its cores can stream; copy engines move part of the state past them, and the
 kernel's time on the device hardly counts. The bits are the same on both sides, since the kernels' are.
+
+A copy engine serves copies in the order in which they were issued, whatever their streams. So no more pieces are issued
+than have places: behind all pieces of a step, the weights that the forward waits for would wait until its last update.
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ class DeviceUpdates:
         there = self._views(f"d{number}", {**home, "grad": call.grad[start:stop]})
         grad = there.pop("grad")
         assert grad is not None
-        _wait(up, self._free[number])
+        if (free := self._free[number]) is not None:
+            free.synchronize()  # here, not on the stream: see the module's text
         with torch.cuda.stream(up):
             self.to_device += _copy(there, home) + _copy({"": grad}, {"": call.grad[start:stop]})
         _wait(kernel, _mark(up))
@@ -60,7 +64,7 @@ class DeviceUpdates:
         _wait(down, _mark(kernel))
         with torch.cuda.stream(down):
             self.to_host += _copy(home, there)
-        self._free[number] = _mark(down)
+        self._free[number] = _mark(down, blocking=True)
         return self._free[number]
 
     def _open(self) -> tuple[torch.cuda.Stream | None, torch.cuda.Stream | None, torch.cuda.Stream | None]:
@@ -95,8 +99,9 @@ def _copy(targets: dict[str, Tensor | None], sources: dict[str, Tensor | None]) 
     return nbytes
 
 
-def _mark(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-    return None if stream is None else stream.record_event()
+def _mark(stream: torch.cuda.Stream | None, blocking: bool = False) -> torch.cuda.Event | None:
+    """`blocking`: a thread that waits for it sleeps, and leaves its core to those that work."""
+    return None if stream is None else stream.record_event(torch.cuda.Event(blocking=blocking))
 
 
 def _wait(stream: torch.cuda.Stream | None, event: torch.cuda.Event | None) -> None:

@@ -109,7 +109,7 @@ class Executor:
         """An event on the caller's current stream; None without a GPU."""
         if self.device.type != "cuda":
             return None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 

@@ -71,7 +71,7 @@ class ThreadLane:
 def _record(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
     if stream is None:
         return None
-    event = torch.cuda.Event()
+    event = torch.cuda.Event(blocking=True)
     event.record(stream)
     return event
 

@@ -48,6 +48,7 @@ class Sink:
         region = home if self._regions.placement.state[unit.index] == DEVICE else self._regions.places.get("r")
         if region is None:
             return
+        _clear_gaps(region, unit.grads)
         views = typed(region, unit.grads)
         trained = list(parameters)[: len(unit.trained.entries)]  # those that the optimizer knows come first
         self._rest = {id(p): (number, view) for number, (p, view) in enumerate(zip(trained, views, strict=True))}

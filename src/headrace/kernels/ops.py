@@ -233,10 +233,14 @@ def add_rows_(
     matrix: Tensor,  # (V, H) bf16 or fp32, contiguous, updated
     index: Tensor,  # (U,) int64, each row at most once (not checked)
     rows: Tensor,  # (U, H) fp32, contiguous
-) -> None:
-    """matrix[index] += rows, in fp32, rounded once to nearest even."""
+) -> Tensor:
+    """matrix[index] += rows, in fp32, rounded once to nearest even.
+
+    Returns by how much that changed the sum of squares of the matrix, 0-dim float64 on its device.
+    """
     check_rows("add_rows_", matrix, index, rows)
-    call("add_rows_", matrix.device, matrix, index, rows)
+    growth: Tensor = call("add_rows_", matrix.device, matrix, index, rows)
+    return growth
 
 
 def fold_logits_(

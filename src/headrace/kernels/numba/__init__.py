@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from headrace.kernels.numba.gradients import accumulate_, accumulate_squares_, round_squares_, sum_squares
+from headrace.kernels.numba.gradients import accumulate_, accumulate_squares_, add_rows_, round_squares_, sum_squares
 from headrace.kernels.numba.undo import adamw_finish_, adamw_logged_, adamw_undo_
-from headrace.kernels.numba.updates import adamw_, add_rows_, join_master_, sgd_, split_master_
+from headrace.kernels.numba.updates import adamw_, join_master_, sgd_, split_master_
 from headrace.kernels.reference import fold_logits_, logit_gradient_
 
 # On the CPU the matrix products take nearly all of the loss's time: its elementwise part stays with plain torch.

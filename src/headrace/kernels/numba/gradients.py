@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from headrace.kernels.numba import loops
@@ -26,3 +28,10 @@ def sum_squares(x: Tensor) -> Tensor:
 def round_squares_(out: Tensor, total: Tensor) -> Tensor:
     """See `headrace.kernels.ops.round_squares_`."""
     return run_sums(loops.round_squares, array(out), array(total))
+
+
+def add_rows_(matrix: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    """See `headrace.kernels.ops.add_rows_`."""
+    growth = np.zeros(index.numel(), np.float64)
+    run(loops.add_rows_squares, array(matrix), array(index), array(rows), growth)
+    return torch.tensor(growth.sum(), dtype=torch.float64)

@@ -179,13 +179,6 @@ def join_master(master, hi, low):
         master[i] = joined(hi[i], low[i])
 
 
-def add_rows(matrix, index, rows):
-    for r in prange(index.shape[0]):
-        row = index[r]
-        for j in range(rows.shape[1]):
-            matrix[row, j] = narrow(widen(matrix[row, j]) + rows[r, j], matrix[row, j])
-
-
 def overwrite(total, term):
     for i in prange(total.shape[0]):
         total[i] = widen(term[i])
@@ -196,8 +189,20 @@ def accumulate(total, term):
         total[i] += widen(term[i])
 
 
-# The four loops below are compiled with reassociation, which lets LLVM add a chunk's squares in several registers; the
+# The loops below are compiled with reassociation, which lets LLVM add a chunk's squares in several registers; the
 # slices tell it that no index is negative, without which it would not vectorise.
+
+
+def add_rows_squares(matrix, index, rows, growth):
+    for r in prange(index.shape[0]):
+        mine, added = matrix[index[r]], rows[r]
+        sum_of_row = 0.0
+        for j in range(added.shape[0]):
+            before = widen(mine[j])
+            mine[j] = narrow(before + added[j], mine[j])
+            after = widen(mine[j])
+            sum_of_row += np.float64(after) * np.float64(after) - np.float64(before) * np.float64(before)
+        growth[r] = sum_of_row
 
 
 def overwrite_squares(total, term, sums):

@@ -42,8 +42,3 @@ def split_master_(hi: Tensor, low: Tensor, master: Tensor) -> None:
 def join_master_(master: Tensor, hi: Tensor, low: Tensor) -> None:
     """See `headrace.kernels.ops.join_master_`."""
     run(loops.join_master, array(master), array(hi), array(low))
-
-
-def add_rows_(matrix: Tensor, index: Tensor, rows: Tensor) -> None:
-    """See `headrace.kernels.ops.add_rows_`."""
-    run(loops.add_rows, array(matrix), array(index), array(rows))

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from headrace.kernels.reference.cross_entropy import fold_logits_, logit_gradient_
-from headrace.kernels.reference.gradients import accumulate_, accumulate_squares_, round_squares_, sum_squares
+from headrace.kernels.reference.gradients import (
+    accumulate_,
+    accumulate_squares_,
+    add_rows_,
+    round_squares_,
+    sum_squares,
+)
 from headrace.kernels.reference.undo import adamw_finish_, adamw_logged_, adamw_undo_
-from headrace.kernels.reference.updates import adamw_, add_rows_, join_master_, sgd_, split_master_
+from headrace.kernels.reference.updates import adamw_, join_master_, sgd_, split_master_
 
 __all__ = [
     "accumulate_",

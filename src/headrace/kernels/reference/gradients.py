@@ -46,6 +46,19 @@ def round_squares_(out: Tensor, total: Tensor) -> Tensor:
     return sum_squares(out)
 
 
+@torch.no_grad()
+def add_rows_(matrix: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    """See `headrace.kernels.ops.add_rows_`."""
+    growth = [torch.zeros((), dtype=torch.float64, device=matrix.device)]
+    size = max(1, PIECE // max(1, matrix.shape[1]))
+    for chosen, added in zip(index.split(size), rows.split(size), strict=True):
+        before = matrix[chosen].float()
+        after = (before + added).to(matrix.dtype)
+        matrix[chosen] = after
+        growth.append(_tree_sum((after.double().square() - before.double().square()).view(-1)))
+    return torch.stack(growth).sum()
+
+
 def _tree_sum(x: Tensor) -> Tensor:
     """Sum of a flat tensor as a tree of rows.
 

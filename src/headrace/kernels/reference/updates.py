@@ -72,12 +72,6 @@ def join_master_(master: Tensor, hi: Tensor, low: Tensor) -> None:
         master[piece] = _read_master(hi, low, piece)
 
 
-@torch.no_grad()
-def add_rows_(matrix: Tensor, index: Tensor, rows: Tensor) -> None:
-    """See `headrace.kernels.ops.add_rows_`."""
-    matrix[index] = (matrix[index].float() + rows).to(matrix.dtype)
-
-
 def _read_master(weight: Tensor, low: Tensor | None, piece: slice) -> Tensor:
     if low is None:
         return weight[piece]
