@@ -17,6 +17,11 @@ def round_up(nbytes: int, step: int = PAGE) -> int:
     return -(-nbytes // step) * step
 
 
+def decoded_bytes(spec: ModelSpec) -> int:
+    """The one place on the device into which weights are decoded for as long as their unit computes."""
+    return max((unit.decoded.nbytes for unit in spec.units), default=0)
+
+
 def total_bytes(unit: Unit) -> int:
     """The fp32 gradient buffer that one unit in work needs on the device."""
     return sum(entry.padded * 4 for entry in unit.trained.entries)
@@ -91,7 +96,7 @@ def guard_bytes(spec: ModelSpec, placement: Placement) -> GuardBytes:
     blocks = [unit for unit in spec.units if unit.kind == BLOCK and unit.trained.entries]
     if not placement.guarded or not blocks:
         return GuardBytes()
-    on_disk = [unit.weights.nbytes for unit in blocks if placement.home(unit.index) == DISK]
+    on_disk = [unit.stored.nbytes for unit in blocks if placement.home(unit.index) == DISK]
     return GuardBytes(
         max(unit.wide_weights.nbytes for unit in blocks),
         max(unit.wide_trained.nbytes for unit in blocks),
@@ -129,9 +134,9 @@ def footprint(spec: ModelSpec, placement: Placement) -> Footprint:
     tiers = {DEVICE: device, HOST: host, DISK: disk}
     for unit in units:
         home, state = placement.home(unit.index), placement.state[unit.index]
-        tiers[home]["weights"] += round_up(unit.weights.nbytes)
+        tiers[home]["weights"] += round_up(unit.stored.nbytes)
         if placement.weights[unit.index] == DEVICE and home != DEVICE:
-            device["weights"] += round_up(unit.weights.nbytes)
+            device["weights"] += round_up(unit.stored.nbytes)
         if unit.trained.entries:
             tiers[state]["state"] += round_up(unit.state_bytes)
             if state == DEVICE:
@@ -143,8 +148,8 @@ def footprint(spec: ModelSpec, placement: Placement) -> Footprint:
                 host["stages"] += round_up(unit.trained_bytes)
     streaming = [unit for unit in units if placement.streams(unit.index)]
     sending = [u for u in units if u.trained.entries and placement.state[u.index] != DEVICE and u.kind != REST]
-    slot = round_up(max((unit.weights.nbytes for unit in streaming), default=0))
-    device["weights"] += slot * placement.slots
+    slot = round_up(max((unit.stored.nbytes for unit in streaming), default=0))
+    device["weights"] += slot * placement.slots + round_up(decoded_bytes(spec))
     send = round_up(max((unit.sent.nbytes for unit in sending), default=0))
     device["grads"] += send * placement.grad_slots
     device["grads"] += round_up(max((total_bytes(unit) for unit in sending if needs_total(unit)), default=0))

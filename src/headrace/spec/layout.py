@@ -29,6 +29,8 @@ class Entry:
     """Index of the optimizer's parameter group; entries of one group lie together."""
     first_row: int | None = None
     """Row of the parameter at which this slice begins; None when the entry is the whole parameter."""
+    codec: str | None = None
+    """How a frozen matrix is stored and crosses the link, as a codec's text form; None: as it computes."""
 
     @property
     def numel(self) -> int:
@@ -99,7 +101,26 @@ class Layout:
         """Only the entries that are trained; their offsets are those of the full layout, for they come first."""
         return Layout(tuple(entry for entry in self.entries if entry.trainable))
 
+    def stored(self) -> Layout:
+        """The same entries as they are stored: those with a codec as flat bytes."""
+        return Layout(tuple(_packed(entry) if entry.codec else entry for entry in self.entries))
+
+    def decoded(self) -> Layout:
+        """Only the entries with a codec, in the formats in which they compute."""
+        return Layout(tuple(entry for entry in self.entries if entry.codec))
+
+
+def _packed(entry: Entry) -> Entry:
+    from headrace.spec.codecs import codec_named
+
+    assert entry.codec is not None
+    size = codec_named(entry.codec).nbytes(entry.shape)  # a multiple of its alignment, so that the next begins aligned
+    return Entry(entry.name, (size,), "uint8", False, entry.group, entry.first_row)
+
 
 def place(entries: Iterable[Entry]) -> Layout:
-    """Order entries for streaming: trained before frozen, then by format (wide first), then by parameter group."""
-    return Layout(tuple(sorted(entries, key=lambda e: (not e.trainable, -itemsize(e.dtype), e.dtype, e.group))))
+    """Order entries for streaming: trained before frozen, those with a codec first among these, then by format (wide
+    first), then by parameter group. Trained formats are wide, so that what a codec has packed begins aligned."""
+    return Layout(
+        tuple(sorted(entries, key=lambda e: (not e.trainable, e.codec is None, -itemsize(e.dtype), e.dtype, e.group)))
+    )

@@ -36,6 +36,22 @@ class Unit:
     """It computes in fp32, whatever format its weights have: the device has no arithmetic in theirs."""
 
     @cached_property
+    def stored(self) -> Layout:
+        """The weights as they lie on every tier and cross the link. The same layout as `weights` where no entry has a
+        codec."""
+        return self.weights.stored() if self.compressed else self.weights
+
+    @cached_property
+    def compressed(self) -> bool:
+        """Some of its weights are decoded each time that they are used."""
+        return any(entry.codec for entry in self.weights.entries)
+
+    @cached_property
+    def decoded(self) -> Layout:
+        """Those weights as they compute, in a place of their own; the others compute where they are stored."""
+        return self.weights.decoded()
+
+    @cached_property
     def trained(self) -> Layout:
         return self.weights.trainable()
 
@@ -83,7 +99,7 @@ class Unit:
 
     def region_bytes(self, region: str) -> int:
         """Bytes of "weights", "state" or "grads"."""
-        return {"weights": self.weights.nbytes, "state": self.state_bytes, "grads": self.grads.nbytes}[region]
+        return {"weights": self.stored.nbytes, "state": self.state_bytes, "grads": self.grads.nbytes}[region]
 
     @property
     def trained_bytes(self) -> int:

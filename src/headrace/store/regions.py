@@ -17,6 +17,7 @@ from headrace.base.events import EventLog
 from headrace.base.units import format_bytes
 from headrace.spec.footprint import (
     Footprint,
+    decoded_bytes,
     footprint,
     guard_bytes,
     log_place_bytes,
@@ -69,9 +70,9 @@ class Regions:
         self._extra: list[HostArena] = []
         self.places: dict[str, Tensor] = {}
         """Slots s0.., host stages h0.., gradient slots g0.., places of updates on the device d0.., arrival stages a0..,
-        update stages u0.., logs of guesses l0.., the fp32 buffer `total`, the rest's gradients on the device `r`, its
-        weights as the device has them `rest`; and for the check of one block `check weights`, `check grads`, and
-        `check stage` for what comes from the disk."""
+        update stages u0.., logs of guesses l0.., the fp32 buffer `total`, decoded weights `decoded`, the rest's
+        gradients on the device `r`, its weights as the device has them `rest`; and for the check of one block `check
+        weights`, `check grads`, and `check stage` for what comes from the disk."""
         device_parts: list[tuple[Callable[[Tensor], None], int]] = []
         host_parts: list[tuple[Callable[[Tensor], None], int]] = []
         disk_bytes = self._plan_homes(device_parts, host_parts)
@@ -105,7 +106,7 @@ class Regions:
                     parts = device_parts if tier == DEVICE else host_parts
                     parts.append((_keeper(self._homes, (index, region)), nbytes))
             if self.placement.weights[index] == DEVICE and home != DEVICE:
-                device_parts.append((_keeper(self._copies, index), unit.weights.nbytes))
+                device_parts.append((_keeper(self._copies, index), unit.stored.nbytes))
             if unit.kind == REST and state != DEVICE and unit.trained.entries:
                 device_parts.append((_keeper(self.places, "r"), unit.grads.nbytes))
                 host_parts.append((_keeper(self.places, "rest"), unit.trained_bytes))
@@ -115,7 +116,7 @@ class Regions:
         spec, placement = self.spec, self.placement
         streaming = [unit for unit in spec.units if placement.streams(unit.index)]
         sending = [u for u in spec.units if u.trained.entries and placement.state[u.index] != DEVICE and u.kind != REST]
-        slot = max((unit.weights.nbytes for unit in streaming), default=0)
+        slot = max((unit.stored.nbytes for unit in streaming), default=0)
         send = max((unit.sent.nbytes for unit in sending), default=0)
         total = max((total_bytes(unit) for unit in sending if needs_total(unit)), default=0)
         stage = max((stage_bytes(unit, placement) for unit in spec.units), default=0)
@@ -124,6 +125,7 @@ class Regions:
         passing = any(passes_device(unit, placement) for unit in spec.units)
         for kind, nbytes, count, parts in (
             ("s", slot, placement.slots, device_parts),
+            ("decoded", decoded_bytes(spec), 1, device_parts),
             ("g", send, placement.grad_slots, device_parts),
             ("total", total, 1, device_parts),
             ("d", piece_bytes(spec, placement) if passing else 0, placement.pieces if passing else 0, device_parts),
