@@ -1,4 +1,4 @@
-"""Elementwise kernels of the host and the device: `ops` is the interface, the folders beside it fill it.
+"""Elementwise kernels of the host and the device: `ops` and `packing` are the interface, the folders fill it.
 
-ops -> backends -> reference (plain torch, any device), numba (CPU), triton (CUDA); threads counts the CPUs.
+ops, packing -> backends -> reference (plain torch, any device), numba (CPU), triton (CUDA); threads counts the CPUs.
 """

@@ -28,6 +28,23 @@ def check_flat(kernel: str, first: str, tensors: dict[str, tuple[Tensor | None, 
             _refuse(kernel, name, f"device {tensor.device}", f"{like.device} as {first}")
 
 
+def check_packed(
+    kernel: str, first: str, tensors: dict[str, tuple[Tensor | None, tuple[torch.dtype, ...], tuple[int, ...]]]
+) -> None:
+    """Raise OptionError unless all `tensors` (None is skipped) have their dtype and shape, contiguous on one device."""
+    like = tensors[first][0]
+    assert like is not None
+    for name, (tensor, dtypes, shape) in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.dtype not in dtypes:
+            _refuse(kernel, name, f"dtype {_short(tensor.dtype)}", " or ".join(_short(dtype) for dtype in dtypes))
+        if tuple(tensor.shape) != shape or not tensor.is_contiguous():
+            _refuse(kernel, name, f"shape {tuple(tensor.shape)}, strides {tensor.stride()}", f"contiguous {shape}")
+        if tensor.device != like.device:
+            _refuse(kernel, name, f"device {tensor.device}", f"{like.device} as {first}")
+
+
 def check_master(kernel: str, weight: Tensor, low: Tensor | None) -> tuple[torch.dtype, ...]:
     """The dtype a weight must have: bf16 beside an int16 remainder, fp32 without one. Raises OptionError."""
     expected = torch.float32 if low is None else torch.bfloat16

@@ -1,4 +1,4 @@
-"""The interface to all kernels: schema and contract. Every other room calls these functions and no backend.
+"""The interface to the kernels: schema and contract. Other rooms call these and those of `packing`, and no backend.
 
 Tensors are flat, contiguous and of one device unless said otherwise; empty ones are fine; they must not overlap. The
 device chooses the backend: numba on the CPU, triton on CUDA, plain torch elsewhere, wherever the fast backend cannot

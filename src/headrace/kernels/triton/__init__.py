@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from headrace.kernels.reference import add_rows_
+from headrace.kernels.reference import (
+    add_rows_,
+    fp8_decode_,
+    fp8_encode_,
+    int8_decode_,
+    int8_encode_,
+    nest_scales_,
+    nf4_decode_,
+    nf4_encode_,
+    nvfp4_decode_,
+    nvfp4_encode_,
+)
 from headrace.kernels.triton.cross_entropy import fold_logits_, logit_gradient_
 from headrace.kernels.triton.gradients import accumulate_, accumulate_squares_, round_squares_, sum_squares
 from headrace.kernels.triton.updates import adamw_, join_master_, sgd_, split_master_
@@ -14,8 +25,17 @@ __all__ = [
     "adamw_",
     "add_rows_",
     "fold_logits_",
+    "fp8_decode_",
+    "fp8_encode_",
+    "int8_decode_",
+    "int8_encode_",
     "join_master_",
     "logit_gradient_",
+    "nest_scales_",
+    "nf4_decode_",
+    "nf4_encode_",
+    "nvfp4_decode_",
+    "nvfp4_encode_",
     "round_squares_",
     "sgd_",
     "split_master_",
