@@ -146,7 +146,7 @@ def test_adapters_on_fused_experts(targets: str) -> None:
         told = told_trained(pair.ours)
         assert f" {len(names)} of {len(before)} parameters train" in told
         assert "layers.*.mlp.experts." in told and f"elements={floats_of(model, names)}," in told
-        state = headrace.memory_report(pair.ours)["host"]["state"]
+        state = headrace.memory_report(pair.ours)["device"]["state"]
         moments = 4 * 2 * floats_of(model, names)
         assert moments <= state <= 1.3 * moments + 4096
     attention = adapted(build("Qwen3Moe", **EXPERTS), target_modules=["q_proj"])
@@ -198,8 +198,9 @@ def test_saving_an_adapter_does_not_read_the_base(kind: str, tmp_path: Path) -> 
         theirs = load_file(file)
         assert_equal(load_file(tmp_path / "ours" / file.relative_to(tmp_path / "plain")), theirs)
         size += sum(tensor.nbytes for tensor in theirs.values())
+    assert bool(read) == (kind != "tokens"), "those stay on the device; adapters not in use lie with the base"
     whole = sum(parameter.nbytes for parameter in model.parameters())
-    assert 0 < read <= 3 * size < 0.25 * whole  # peft itself reads a saved module twice to learn its names
+    assert read <= 3 * size < 0.25 * whole  # peft itself reads a saved module twice to learn its names
 
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5, "learning_rate": 0.1}

@@ -40,7 +40,11 @@ class Sink:
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> list[torch.utils.hooks.RemovableHandle]:
         """Take over the gradients of these parameters for good (until the handles are removed)."""
-        return [parameter.register_post_accumulate_grad_hook(self._take) for parameter in parameters]
+        handles = []
+        for parameter in parameters:
+            with requiring_gradient(parameter):
+                handles.append(parameter.register_post_accumulate_grad_hook(self._take))
+        return handles
 
     def open_rest(self, unit: Unit, parameters: Sequence[nn.Parameter]) -> None:
         """The rest's gradients collect in device memory through all backwards of a step."""
@@ -49,6 +53,7 @@ class Sink:
         if region is None:
             return
         _clear_gaps(region, unit.grads)
+        region.zero_()  # its padding, which enters the norm
         views = typed(region, unit.grads)
         trained = list(parameters)[: len(unit.trained.entries)]  # those that the optimizer knows come first
         self._rest = {id(p): (number, view) for number, (p, view) in enumerate(zip(trained, views, strict=True))}
@@ -73,9 +78,9 @@ class Sink:
 
     def take_rest(self) -> Arrival:
         """The rest's gradients are about to be sent. What got none is zero."""
-        for number, view in self._rest.values():
-            if not self.rest_present[number]:
-                view.zero_()
+        absent = [view for number, view in self._rest.values() if not self.rest_present[number]]
+        if absent:
+            torch._foreach_zero_(absent)
         arrival, self.rest_present = Arrival(self.rest_present), [False] * len(self.rest_present)
         return arrival
 
@@ -193,6 +198,21 @@ class _Goal:
         for square in squares[1:]:
             total = total + square
         return Arrival(present, total)
+
+
+@contextlib.contextmanager
+def requiring_gradient(parameter: nn.Parameter) -> Iterator[None]:
+    """Inside it requires a gradient, as torch asks of a tensor that is given hooks: an adapter may be switched off now
+    and on later."""
+    with torch._C.DisableTorchFunctionSubclass():
+        off = not parameter.requires_grad
+        parameter.requires_grad_()
+    try:
+        yield
+    finally:
+        if off:
+            with torch._C.DisableTorchFunctionSubclass():
+                parameter.requires_grad_(False)
 
 
 def _add(total: Tensor, grad: Tensor) -> None:

@@ -14,6 +14,8 @@ from headrace.base.errors import ModelError
 from headrace.base.events import EventLog
 from headrace.model.blocks import Stack
 from headrace.model.lookup import only_looks_up
+from headrace.model.resident import NOTHING as NOTHING_RESIDENT
+from headrace.model.resident import Resident
 from headrace.spec.formats import ITEMSIZE
 from headrace.spec.layout import Entry, place
 from headrace.spec.model import BLOCK, REST, TILE, Matrix, ModelSpec, StateSpec, Unit
@@ -33,7 +35,7 @@ class Anatomy:
     blocks: dict[int, nn.Module] = field(default_factory=dict)
     """Module by unit; a block that stands in a stack several times has one unit."""
     shared: dict[int, list[nn.Parameter]] = field(default_factory=dict)
-    """Parameters inside a block that live in the rest, because other modules use them too."""
+    """Parameters inside a block that live in the rest: other modules use them too, or they are all that it trains."""
     order: list[int] = field(default_factory=list)
     """Units of the blocks in the order of the stacks, repeated ones repeated."""
     embeddings: list[tuple[int, nn.Embedding]] = field(default_factory=list)
@@ -57,13 +59,13 @@ class Anatomy:
 
 def divide(
     model: nn.Module, stacks: Sequence[Stack], groups: Mapping[int, int], state: StateSpec,
-    narrow: frozenset[int], events: EventLog, wide: bool = False,
+    narrow: frozenset[int], events: EventLog, wide: bool = False, resident: Resident = NOTHING_RESIDENT,
 ) -> Anatomy:  # fmt: skip
     """Assign every parameter to one unit.
 
     `groups`: optimizer group by id of parameter; parameters outside it are not trained. `narrow`: ids of fp32
     parameters that stream as bf16 (autocast). `wide`: the device does not compute in bf16, so that units compute in
-    fp32; what streams is stored as it is nevertheless.
+    fp32; what streams is stored as it is nevertheless. `resident`: parameters of blocks that live in the rest.
     """
     _check_dtypes(dict(model.named_parameters()), groups)
     names = {id(p): name for name, p in model.named_parameters()}
@@ -78,7 +80,7 @@ def divide(
         dtype = "bfloat16" if id(p) in narrow else str(p.dtype).removeprefix("torch.")
         return Entry(names[id(p)], shape, dtype, id(p) in groups, groups.get(id(p), -1), first_row)
 
-    def resident(p: nn.Parameter) -> Entry:
+    def entry_on_device(p: nn.Parameter) -> Entry:
         """It is used as it lies on the device."""
         own = str(p.dtype).removeprefix("torch.")
         return replace(entry(p), dtype="float32" if wide and own == "bfloat16" else own)
@@ -113,15 +115,16 @@ def divide(
         own: list[nn.Parameter] = []
         shared: list[nn.Parameter] = []
         for p in dict.fromkeys(block.parameters()):
-            (own if owners[id(p)] == {id(block)} else shared).append(p)
+            (own if owners[id(p)] == {id(block)} and id(p) not in resident.parameters else shared).append(p)
         index = unit_of[id(block)] = len(units)
         layout = place([entry(p) for p in own])
         units.append(Unit(index, block_names[id(block)], BLOCK, layout, state, counts[id(block)] > 1, wide))
         anatomy.blocks[index], anatomy.shared[index] = block, shared
         taken.update(id(p) for p in own)
-        if shared:
+        several = [p for p in shared if len(owners[id(p)]) > 1]
+        if several:
             events.add("shared", f"{block_names[id(block)]} shares parameters with others; they stay on the device",
-                       parameters=", ".join(names[id(p)] for p in shared[:4]))  # fmt: skip
+                       parameters=", ".join(names[id(p)] for p in several[:4]))  # fmt: skip
     anatomy.order = [unit_of[id(block)] for stack in stacks for block in stack.blocks]
     for head in heads:
         if id(head.weight) not in known:
@@ -129,8 +132,10 @@ def divide(
         anatomy.heads.append((known[id(head.weight)], head))
     rest = [p for p in parameters.values() if id(p) not in taken and id(p) not in known]
     if rest:
-        layout = place(map(resident, rest))
-        units.append(Unit(len(units), "rest", REST, layout, state, wide_grads=True, wide_compute=wide))
+        rest.sort(key=lambda p: resident.adapters.get(id(p), ""))  # those of one adapter are neighbours
+        layout = place(map(entry_on_device, rest))
+        units.append(Unit(len(units), "rest", REST, layout, state, wide_grads=True, wide_compute=wide,
+                          state_stays=bool(resident.parameters)))  # fmt: skip
     anatomy.spec = ModelSpec(tuple(units), tuple(matrices))
     return anatomy
 

@@ -39,7 +39,7 @@ def tiers_for(spec: ModelSpec, choice: Choice, region: str) -> tuple[str, ...]:
     blocks = [unit.index for unit in spec.units if unit.kind == "block"]
     tiers: list[str] = []
     for unit in spec.units:
-        tier = rules.get("*", HOST)
+        tier = DEVICE if region == "state" and unit.state_stays else rules.get("*", HOST)
         for pattern, value in rules.items():
             if isinstance(pattern, int):
                 if -len(blocks) <= pattern < len(blocks) and blocks[pattern] == unit.index:
@@ -87,7 +87,7 @@ def choose(
     for weights_tier, state_tier in ((DEVICE, DEVICE), (DEVICE, HOST), (HOST, HOST), (HOST, DISK), (DISK, DISK)):
         if DISK not in (weights_tier, state_tier) or budgets.disk is not None:
             weights = tiers_for(spec, weights_tier, "weights")
-            state = tuple(state_tier for _ in spec.units)
+            state = tiers_for(spec, state_tier, "state")
             candidates.append((replace(base, weights=weights, state=state), WORK_SHARE))
     candidates.append((replace(candidates[-1][0], slots=1), 0.0))
     tried: list[str] = []
@@ -193,4 +193,4 @@ def _least_host(spec: ModelSpec, candidates: list[tuple[Placement, float]], budg
 
 def _smallest(spec: ModelSpec, placement: Placement) -> Placement:
     weights = tuple(DEVICE if unit.kind == REST else HOST for unit in spec.units)
-    return replace(placement, weights=weights, state=(HOST,) * len(spec.units), slots=1)
+    return replace(placement, weights=weights, state=tiers_for(spec, HOST, "state"), slots=1)

@@ -51,8 +51,8 @@ def install(
     for call in taken:
         call.install()
         undo.append(call.remove)
-    trained = [p for unit in stream.spec.units for p in anatomy.of_unit(unit.index) if p.requires_grad]
-    trained += [p for p in anatomy.matrix_weights.values() if p.requires_grad]
+    names = dict.fromkeys(entry.name for _, _, entry in stream.spec.pieces() if entry.trainable)
+    trained = [anatomy.parameters[name] for name in names]
     undo += [handle.remove for handle in stream.sink.watch(trained)]
     for matrix, parameter in anatomy.matrix_weights.items():
         _mark(parameter, "_headrace_tiled", True, undo)

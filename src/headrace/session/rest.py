@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headrace.executor.sink import Sink
+from headrace.executor.sink import Sink, requiring_gradient
 from headrace.executor.stream import Stream
 from headrace.executor.taken import Taken
 from headrace.executor.window import in_window
 from headrace.model.parked import Parked
+from headrace.model.units import Anatomy
 from headrace.spec.model import Unit
 
 
@@ -20,25 +21,31 @@ class Rest:
     """The resident unit's parameters. From step() until their update is done they are parked on their own data."""
 
     def __init__(
-        self, model: nn.Module, unit: Unit, parameters: list[nn.Parameter], stream: Stream,
-        before_gradient: Callable[[nn.Parameter], None],
+        self, model: nn.Module, anatomy: Anatomy, unit: Unit, stream: Stream,
+        settle: Callable[[Iterable[nn.Parameter]], None],
     ) -> None:  # fmt: skip
+        """Blocks that use such parameters wait for them as a whole. `settle`: see Gradients.settle."""
+        parameters, blocks = anatomy.of_unit(unit.index), anatomy.blocks.values()
         self.device = stream.device
         self._stream, self._token = stream, f"home:u{unit.index}"
         self._trained = parameters[: len(unit.trained.entries)]
         self._pending = False
         stream.sink.open_rest(unit, parameters)
         own = {id(p) for p in parameters}
-        users = [m for m in model.modules() if m is model or any(id(p) in own for p in m._parameters.values())]
-        self.handles: list[Any] = [m.register_forward_pre_hook(lambda module, args: self.settle()) for m in users]
-        self.handles += [p.register_hook(_calls(before_gradient, p)) for p in self._trained]
+        inside = {id(m) for block in blocks for m in block.modules()}
+        users = [m for m in model.modules() if m is model or (id(m) not in inside and _uses(m, own))]
+        waiting = [*users, *(block for block in blocks if any(id(p) in own for p in block.parameters()))]
+        self.handles: list[Any] = [m.register_forward_pre_hook(lambda module, args: self.settle()) for m in waiting]
+        for parameter in self._trained:
+            with requiring_gradient(parameter):
+                self.handles.append(parameter.register_hook(_calls(settle, parameter)))
         narrow = {id(p) for p in self._trained if p.dtype.itemsize < 4}
         for module in users:
             names = [name for name, p in module._parameters.items() if id(p) in narrow]
             if names and not any(isinstance(m.__dict__.get("forward"), Taken) for m in module.modules()):
-                self._sum_uses(module, names, before_gradient)
+                self._sum_uses(module, names, settle)
 
-    def _sum_uses(self, module: nn.Module, names: list[str], before: Callable[[nn.Parameter], None]) -> None:
+    def _sum_uses(self, module: nn.Module, names: list[str], before: Callable[[Iterable[nn.Parameter]], None]) -> None:
         """In a window each micro-batch uses the weights through an alias of its own: autograd would add up their 16-bit
         gradients in 16 bits before anyone sees them, and the sink adds them in fp32."""
         own = {name: module._parameters[name] for name in names}
@@ -90,19 +97,26 @@ class _Use(torch.autograd.Function):
     """One use of a resident weight: its gradient goes straight to the sink."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: nn.Parameter, sink: Sink, before: Callable[[nn.Parameter], None]) -> Tensor:
+    def forward(
+        ctx: Any, parameter: nn.Parameter, sink: Sink, before: Callable[[Iterable[nn.Parameter]], None]
+    ) -> Tensor:
         ctx.parameter, ctx.sink, ctx.before = parameter, sink, before
         return parameter.view_as(parameter)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[None, None, None]:
-        ctx.before(ctx.parameter)
+        ctx.before([ctx.parameter])
         ctx.sink.add_rest(ctx.parameter, grads[0])
         return None, None, None
 
 
-def _calls(before_gradient: Callable[[nn.Parameter], None], parameter: nn.Parameter) -> Callable[[Tensor], None]:
+def _uses(module: nn.Module, parameters: Collection[int]) -> bool:
+    """Whether some of its own parameters are among these ids."""
+    return any(id(p) in parameters for p in module._parameters.values())
+
+
+def _calls(settle: Callable[[Iterable[nn.Parameter]], None], parameter: nn.Parameter) -> Callable[[Tensor], None]:
     def hook(grad: Tensor) -> None:
-        before_gradient(parameter)  # autograd would add to the stand-in of an earlier backward
+        settle([parameter])  # autograd would add to the stand-in of an earlier backward
 
     return hook

@@ -63,12 +63,12 @@ class Session:
         self._gradients = Gradients(anatomy, stream, values)
         self._rest: Rest | None = None
         if rest is not None:
-            unit, parameters = anatomy.spec.units[rest], anatomy.of_unit(rest)
-            self._rest = Rest(model, unit, parameters, stream, lambda parameter: self._gradients.settle([parameter]))
+            self._rest = Rest(model, anatomy, anatomy.spec.units[rest], stream, self._gradients.settle)
             undo.extend(handle.remove for handle in self._rest.handles)
         self._early_notes: dict[str, Any] | None = None
         self._micro_batches = 0
-        self._frozen = [p for p in anatomy.parameters.values() if not p.requires_grad]
+        trained = {entry.name for _, _, entry in anatomy.spec.pieces() if entry.trainable}
+        self._frozen = [p for name, p in anatomy.parameters.items() if name not in trained and not p.requires_grad]
         stream.early = self._early
         self._guessing = Guessing(stream, self._now, self._complete)
         stream.begun, stream.ended = self._begun, self._gradients.show

@@ -23,6 +23,7 @@ from headrace.executor.stream import Stream
 from headrace.files.space import disk_error
 from headrace.hardware import limits
 from headrace.kernels import ops
+from headrace.model import resident
 from headrace.model.blocks import find_blocks
 from headrace.model.units import Anatomy, divide
 from headrace.model.widened import NARROW, widen
@@ -100,9 +101,9 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **giv
     device = _device(options)
     optimizer = _optimizer(model, optimizer, options, events)
     rule = rule_of(optimizer)
-    anatomy = _anatomy(model, optimizer, rule, device, options, events)
-    anatomy.spec = _summed(anatomy, events)
     budgets = _budgets(options, device)
+    anatomy = _anatomy(model, optimizer, rule, device, budgets, options, events)
+    anatomy.spec = _summed(anatomy, events)
     placement = _place(anatomy, rule, options, budgets, device, events)
     anatomy.spec = _widened(anatomy.spec, placement)
     with contextlib.ExitStack() as failed:
@@ -162,12 +163,14 @@ def _optimizer(
 
 
 def _anatomy(
-    model: nn.Module, optimizer: torch.optim.Optimizer, rule: Rule, device: torch.device, options: Options,
-    events: EventLog,
+    model: nn.Module, optimizer: torch.optim.Optimizer, rule: Rule, device: torch.device, budgets: Budgets,
+    options: Options, events: EventLog,
 ) -> Anatomy:  # fmt: skip
+    adapters = resident.adapters(model)  # peft switches those on and off that are not in use
     groups = {
-        id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"] if p.requires_grad
-    }
+        id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]
+        if p.requires_grad or id(p) in adapters
+    }  # fmt: skip
     outside = sum(p.requires_grad and id(p) not in groups for p in model.parameters())
     if outside:
         events.add("frozen", "parameters that require gradients but are in no optimizer group are treated as frozen",
@@ -194,7 +197,12 @@ def _anatomy(
     if wide and any(p.dtype == NARROW for p in model.parameters()):
         text = f"{device} does not compute in bf16: bf16 weights stream and are saved in bf16, and compute in fp32; "
         events.add("precision", text + "those that stay on the device, and gradients, are fp32")
-    return divide(model, stacks, groups, state, narrow, events, wide)
+    if options.guard_every and adapters:
+        chosen = resident.Resident(adapters=adapters)
+        events.add("resident", "guard_every checks what blocks own: adapters stream with their blocks")
+    else:
+        chosen = resident.find(model, stacks, groups, state, budgets.device, events)
+    return divide(model, stacks, groups, state, narrow, events, wide, chosen)
 
 
 def _narrow(model: nn.Module, groups: dict[int, int]) -> frozenset[int]:
