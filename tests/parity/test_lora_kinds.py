@@ -1,4 +1,4 @@
-"""Every kind of adapter against peft on the resident model: fp32 tensor by tensor past the first step, bf16 to the bit."""
+"""Every kind of adapter against peft on the resident model: fp32 past the first step, bf16 to the bit."""
 
 from __future__ import annotations
 
