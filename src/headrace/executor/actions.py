@@ -24,6 +24,7 @@ from headrace.spec.model import REST, Unit
 from headrace.spec.placement import DEVICE
 from headrace.store.regions import DTYPES, Regions, typed
 
+
 class Guard(Protocol):
     """Judges gradients before they are used."""
 

@@ -18,6 +18,7 @@ from headrace.executor.stream import Stream
 from headrace.executor.taken import Taken, TakenBlock, TakenEmbeddingCall, TakenHeadCall
 from headrace.loss.fused import fused_loss, is_causal_lm_loss
 from headrace.model.compiled import Compiler
+from headrace.model.norms import take_norms
 from headrace.model.parked import WeightValue, watch_inputs
 from headrace.model.side import hooked_parts
 from headrace.model.units import Anatomy
@@ -43,6 +44,8 @@ def install(
         taken.append(TakenBlock(stream, block))
         for parameter in block.parameters:
             _mark(parameter, "_headrace_owner", type(module).__name__, undo)
+    if stream.recompute:
+        take_norms(model, list(anatomy.blocks.values()), undo)
     for matrix, embedding in anatomy.embeddings:
         taken.append(TakenEmbeddingCall(stream, TakenEmbedding(matrix, embedding, embedding.forward)))
     heads = [TakenHeadCall(stream, TakenHead(m, h), False) for m, h in anatomy.heads]

@@ -1,0 +1,94 @@
+"""Norms outside the blocks: they keep their input and nothing else for the backward, and work on some tokens at a time.
+
+The norms of transformers compute in fp32, of which autograd would keep two copies of the hidden states of all
+micro-batches of a window, where a block keeps none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from headrace.model.rows import wide_sum
+from headrace.model.surroundings import Autocast
+
+ELEMENTS = 1 << 25
+"""Elements of the input that are normalized at a time: 128 MiB for each temporary in fp32."""
+
+
+def take_norms(model: nn.Module, inside: Sequence[nn.Module], undo: list[Callable[[], None]]) -> None:
+    """Take over the forwards of norms that are not part of `inside` (the blocks)."""
+    within = {id(part) for block in inside for part in block.modules()}
+    for module in model.modules():
+        if id(module) not in within and _normalizes_tokens(module):
+            taken = TakenNorm(module)
+            module.forward = torch.compiler.disable(taken)
+            undo.append(taken.remove)
+
+
+def _normalizes_tokens(module: nn.Module) -> bool:
+    """Each token by itself, as layer norms and RMS norms do: weights for each feature, nothing kept between calls."""
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    own = "forward" in module.__dict__ or module._compiled_call_impl is not None
+    named = type(module).__name__.endswith(("LayerNorm", "RMSNorm"))
+    vectors = len({tensor.shape for tensor in tensors}) == 1 and tensors[0].dim() == 1
+    return named and not own and vectors and not any(module.children()) and not any(module.buffers())
+
+
+class TakenNorm:
+    """The forward of one norm."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.original: Callable[[Tensor], Tensor] = module.forward
+        self._features = next(module.parameters()).numel()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        x = args[0] if len(args) == 1 and not kwargs else None
+        if not isinstance(x, Tensor) or not torch.is_grad_enabled() or x.shape[-1:] != (self._features,):
+            return self.original(*args, **kwargs)
+        return _Norm.apply(self, Autocast.now(x.device), x, *self.module.parameters())  # type: ignore[no-untyped-call]
+
+    def remove(self) -> None:
+        del self.module.forward
+
+    def parts(self, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+        """Tensors of tokens (..., features), cut into the same few pieces."""
+        tokens = max(1, ELEMENTS // self._features)
+        flat = [tensor.reshape(-1, self._features) for tensor in tensors]
+        if flat[0].shape[0] <= tokens:
+            return [tensors]
+        return list(zip(*(tensor.split(tokens) for tensor in flat), strict=True))
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, taken: TakenNorm, autocast: Autocast, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.taken, ctx.autocast = taken, autocast
+        ctx.save_for_backward(x)
+        found = [taken.original(part) for (part,) in taken.parts(x)]
+        return torch.cat(found).view(x.shape) if len(found) > 1 else found[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        taken: TakenNorm = ctx.taken
+        (x,), (moves, *needs) = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        weights = [weight for weight, need in zip(taken.module.parameters(), needs, strict=True) if need]
+        back: list[Tensor] = []
+        sums: list[Tensor | None] = [None] * len(weights)
+        for part, upstream in taken.parts(x, grad):
+            leaf = part.detach().requires_grad_(moves)
+            with torch.enable_grad(), ctx.autocast():
+                out = taken.original(leaf)
+            found = list(torch.autograd.grad(out, [leaf, *weights] if moves else weights, upstream))
+            if moves:
+                back.append(found.pop(0))
+            sums = [wide_sum(total, term) for total, term in zip(sums, found, strict=True)]
+        totals = (total.to(w.dtype) for total, w in zip(sums, weights, strict=True) if total is not None)
+        own = None if not moves else back[0] if len(back) == 1 else torch.cat(back).view(x.shape)
+        return (None, None, own, *(next(totals) if need else None for need in needs))
