@@ -31,9 +31,11 @@ if TYPE_CHECKING:
     from headrace.loss.linear_cross_entropy import causal_lm_loss, linear_cross_entropy
     from headrace.model.blocks import find_blocks
     from headrace.model.build import load_model
+    from headrace.model.quantised import quantize_model
     from headrace.optim.host_adamw import AdamW
     from headrace.session.session import Session
     from headrace.session.wrap import memory_report, session, unwrap, wrap
+    from headrace.spec.precision import PrecisionMap
 
 __version__ = "0.1.0"
 
@@ -46,6 +48,8 @@ __all__ = [
     "accumulate",
     "offload_activations",
     "load_model",
+    "quantize_model",
+    "PrecisionMap",
     "linear_cross_entropy",
     "causal_lm_loss",
     "AdamW",
@@ -75,6 +79,8 @@ _HOMES = {
     "find_blocks": "headrace.model.blocks",
     "AdamW": "headrace.optim.host_adamw",
     "load_model": "headrace.model.build",
+    "quantize_model": "headrace.model.quantised",
+    "PrecisionMap": "headrace.spec.precision",
     "linear_cross_entropy": "headrace.loss.linear_cross_entropy",
     "causal_lm_loss": "headrace.loss.linear_cross_entropy",
 }

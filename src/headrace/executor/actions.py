@@ -144,7 +144,8 @@ class Actions:
 
     def _free(self, op: Op, notes: Notes) -> None:
         if self.poison:
-            self.regions.places[op.place].fill_(0xFF)
+            for place in (op.place, "decoded"):
+                self.regions.places[place].fill_(0xFF)
 
     def _add(self, op: Op, notes: Notes) -> None:
         if op.unit < 0:

@@ -34,7 +34,7 @@ from headrace.schedule.build import ROWS, Visit
 from headrace.schedule.op import Program
 from headrace.spec.model import BLOCK, REST, TILE, ModelSpec
 from headrace.spec.placement import DEVICE, Placement
-from headrace.store.regions import Regions, typed
+from headrace.store.regions import Regions
 
 SMALLEST_STASH = 1 << 16
 """Bytes below which a saved input is not worth a copy."""
@@ -136,7 +136,7 @@ class Stream:
     def pointed(self, block: Block, region: Tensor, autocast: Autocast) -> contextlib.AbstractContextManager[None]:
         """The block's parameters point into `region` inside; 16 bits that are for autocast are widened without it."""
         unit = self.spec.units[block.unit]
-        return leased(block.parameters, typed(region, unit.weights), unit.wide_compute or not autocast.enabled)
+        return leased(block.parameters, self.regions.computing(unit, region), unit.wide_compute or not autocast.enabled)
 
     def stash(self, visit: BlockVisit, tensors: Sequence[Tensor]) -> list[Tensor | None]:
         pass_: Pass = visit.saved.pass_
@@ -199,7 +199,7 @@ class Stream:
             return self.regions.device_arena.empty
         if place == "r":
             return self.regions.resident(unit)
-        return self.regions.places[place][: self.spec.units[unit].weights.nbytes]
+        return self.regions.places[place][: self.spec.units[unit].stored.nbytes]
 
     def _arrive(self, unit: int, kind: str, training: bool) -> Walk:
         """The walk whose next compute op is this visit."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from headrace.model.blocks import Stack
 from headrace.model.lookup import only_looks_up
 from headrace.model.resident import NOTHING as NOTHING_RESIDENT
 from headrace.model.resident import Resident
+from headrace.spec.codecs import codec_named
 from headrace.spec.formats import ITEMSIZE
 from headrace.spec.layout import Entry, place
 from headrace.spec.model import BLOCK, REST, TILE, Matrix, ModelSpec, StateSpec, Unit
@@ -60,19 +62,21 @@ class Anatomy:
 def divide(
     model: nn.Module, stacks: Sequence[Stack], groups: Mapping[int, int], state: StateSpec,
     narrow: frozenset[int], events: EventLog, wide: bool = False, resident: Resident = NOTHING_RESIDENT,
+    codecs: Mapping[int, str] = MappingProxyType({}),
 ) -> Anatomy:  # fmt: skip
     """Assign every parameter to one unit.
 
     `groups`: optimizer group by id of parameter; parameters outside it are not trained. `narrow`: ids of fp32
     parameters that stream as bf16 (autocast). `wide`: the device does not compute in bf16, so that units compute in
     fp32; what streams is stored as it is nevertheless. `resident`: parameters of blocks that live in the rest.
+    `codecs`: those of frozen matrices in blocks, by id.
     """
     _check_dtypes(dict(model.named_parameters()), groups)
     names = {id(p): name for name, p in model.named_parameters()}
     parameters = dict(model.named_parameters())
     owners = _owners(model, stacks)
     blocks = list(dict.fromkeys(block for stack in stacks for block in stack.blocks))
-    largest = max(sum(_bytes(p, narrow) for p in block.parameters()) for block in blocks)
+    largest = max(sum(_stored_bytes(p, narrow, codecs) for p in block.parameters()) for block in blocks)
     embeddings, heads = _find_matrices(model, blocks, owners, largest, events)
 
     def entry(p: nn.Parameter, first_row: int | None = None, rows: int | None = None) -> Entry:
@@ -117,7 +121,7 @@ def divide(
         for p in dict.fromkeys(block.parameters()):
             (own if owners[id(p)] == {id(block)} and id(p) not in resident.parameters else shared).append(p)
         index = unit_of[id(block)] = len(units)
-        layout = place([entry(p) for p in own])
+        layout = place([replace(entry(p), codec=codecs.get(id(p))) for p in own])
         units.append(Unit(index, block_names[id(block)], BLOCK, layout, state, counts[id(block)] > 1, wide))
         anatomy.blocks[index], anatomy.shared[index] = block, shared
         taken.update(id(p) for p in own)
@@ -145,6 +149,10 @@ def _tile_rows(rows: int, share: float) -> int:
     but for what makes the rows a multiple of TILE_ROWS where they are many."""
     each = -(-rows // math.ceil(share))
     return -(-each // TILE_ROWS) * TILE_ROWS if each >= 8 * TILE_ROWS else each
+
+
+def _stored_bytes(p: torch.Tensor, narrow: frozenset[int], codecs: Mapping[int, str]) -> int:
+    return codec_named(codecs[id(p)]).nbytes(tuple(p.shape)) if id(p) in codecs else _bytes(p, narrow)
 
 
 def _bytes(p: torch.Tensor, narrow: frozenset[int]) -> int:

@@ -122,7 +122,7 @@ def _uploads(session: Session, at_most: int) -> list[tuple[Tensor, Tensor]]:
     regions, placement = session._stream.regions, session.placement
     pairs: list[tuple[Tensor, Tensor]] = []
     for unit in session.spec.units:
-        home, size = placement.home(unit.index), unit.weights.nbytes
+        home, size = placement.home(unit.index), unit.stored.nbytes
         if home == DEVICE or unit.kind == REST:
             continue
         if not placement.streams(unit.index):

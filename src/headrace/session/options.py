@@ -12,6 +12,7 @@ from typing import Any
 
 from headrace.base.errors import OptionError
 from headrace.base.units import parse_bytes
+from headrace.spec.precision import as_map
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,14 @@ class Options:
     None or 0: never."""
     debug: bool = False
     """Freed slots read NaN."""
+    quantize: Any = None
+    """How frozen matrices of the blocks are stored and cross the link: a codec ("int8", "nf4", "nf4+double", "fp8",
+    "nvfp4"), a `headrace.PrecisionMap` that chooses weight by weight, "auto" (none when the run fits without one, else
+    int8, else nf4), or None. They are decoded where they compute; the numbers are those of a model with the decoded
+    weights."""
+    prefer: str = "quality"
+    """What quantize="auto" prefers when weights must stream: "quality" takes the most precise codec that fits, "speed"
+    the smallest."""
 
     @property
     def updates_at_once(self) -> bool:
@@ -88,7 +97,7 @@ _FLAGS = ("recompute", "overlap", "verbose", "check_memory", "compile", "debug")
 _POSITIVE = ("rows", "accumulation", "threads")
 _CHOICES: dict[str, Sequence[Any]] = {
     "moments": ("float32", "bfloat16"), "on_nonfinite": ("skip", "stop"), "autocast": (None, "bfloat16"),
-    "update": ("auto", "host", "device", "both"),
+    "update": ("auto", "host", "device", "both"), "prefer": ("quality", "speed"),
 }  # fmt: skip
 
 
@@ -132,10 +141,12 @@ def _fault(name: str, value: Any) -> str | None:
         return f"seed must be a whole number or None, got {value!r}"
     if name == "device" and not (value is None or isinstance(value, str) or type(value).__name__ == "device"):
         return f'device must be "cuda", "cuda:1", "cpu" or None, got {value!r}'
+    if name == "quantize" and value not in (None, "auto"):
+        return _caught(lambda: as_map(value))
     if name == "placement" and value != "auto" and not isinstance(value, dict):
         return f'placement must be "auto" or of the form {{"weights": "host", "state": "disk"}}, got {value!r}'
     if name in ("device_memory", "host_memory") and value is not None:
-        return _caught(lambda: parse_bytes(value, name))
+        return _caught(lambda: parse_bytes(value, name), ' (use bytes or text such as "8GiB")')
     return _folder_fault(value) if name == "disk_dir" and value is not None else None
 
 
@@ -155,9 +166,9 @@ def _folder_fault(value: Any) -> str | None:
     return None if os.access(place, os.W_OK | os.X_OK) else f"disk_dir cannot be used: {place} may not be written to"
 
 
-def _caught(action: Callable[[], Any]) -> str | None:
+def _caught(action: Callable[[], Any], advice: str = "") -> str | None:
     try:
         action()
     except OptionError as error:
-        return f'{error.what}, {error.numbers} (use bytes or text such as "8GiB")'
+        return f"{error.what}, {error.numbers}{advice}"
     return None

@@ -167,10 +167,10 @@ class ParityGuard:
         regions = self._stream.regions
         home = regions.home(unit.index, "weights")
         if home is None:
-            home = regions.places["check stage"][: unit.weights.nbytes]
+            home = regions.places["check stage"][: unit.stored.nbytes]
             regions.read(unit.index, "weights", home)
         views = typed(regions.places["check weights"], unit.wide_weights if manner.wide else unit.weights)
-        for view, source in zip(views, typed(home, unit.weights), strict=True):
+        for view, source in zip(views, regions.computing(unit, home), strict=True):
             view.copy_(source.to(view.device))
         return views
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from headrace.codec.entries import unpack
 from headrace.kernels import ops
 from headrace.session.session import Session
 from headrace.spec.layout import Entry
@@ -111,7 +112,7 @@ def _copy(regions: Regions, unit: Unit, parts: dict[str, tuple[str, Tensor]], de
     if asked != DEVICE or WEIGHTS not in parts or parts[WEIGHTS][0] == DEVICE:
         return
     copy = regions.resident(unit.index)
-    if copy.numel() != unit.weights.nbytes or _tier_of(regions, copy) != DEVICE:
+    if copy.numel() != unit.stored.nbytes or _tier_of(regions, copy) != DEVICE:
         device.misplaced.append(f"the copy of {unit.name} is missing")
         return
     device.nbytes[WEIGHTS] += copy.numel()
@@ -127,12 +128,14 @@ def _values(unit: Unit, parts: dict[str, tuple[str, Tensor]]) -> Iterator[tuple[
     low_start, low_layout = unit.parts.get("low", (0, None))
     lows = typed(state[low_start:], low_layout) if state is not None and low_layout is not None else []
     for index, (entry, weight) in enumerate(
-        zip(unit.weights.entries, typed(parts[WEIGHTS][1], unit.weights), strict=True)
+        zip(unit.weights.entries, typed(parts[WEIGHTS][1], unit.stored), strict=True)
     ):
         value = weight
         if entry.dtype == "bfloat16" and index < len(lows):
             value = torch.empty(entry.shape)
             ops.join_master_(value.reshape(-1), weight.reshape(-1), lows[index].reshape(-1))
+        if entry.codec is not None:
+            value = unpack(entry, weight)
         yield WEIGHTS, entry.name, WEIGHTS, entry, value.float()
     if state is None:
         return

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.base.errors import OptionError, StepError
+from headrace.codec.entries import pack, unpack
 from headrace.executor.executor import Executor
 from headrace.files.checksum import checksum
 from headrace.kernels import ops
@@ -136,6 +137,18 @@ class Values:
             if kept.dtype == torch.bfloat16 and unit.weights.entries[index].trainable:
                 self._put(unit, LOW, index, torch.zeros(kept.shape, dtype=torch.int16))
 
+    def read_packed(self, name: str) -> Tensor:
+        """The bytes in which a weight with a codec is stored, on the CPU. It may be the store's own memory."""
+        ((unit, index, _),) = self.pieces(name)
+        self.wait(unit.index)
+        return self._stored(unit, WEIGHT, index).cpu()
+
+    def write_packed(self, name: str, packed: Tensor) -> None:
+        """Make `packed`, bytes of the weight's own codec, the weight."""
+        ((unit, index, _),) = self.pieces(name)
+        self.wait(unit.index)
+        self._put_stored(unit, WEIGHT, index, packed)
+
     # -- parts as they are stored -------------------------------------------------------------------------------------
 
     def parts(self, name: str) -> dict[str, torch.dtype]:
@@ -171,7 +184,8 @@ class Values:
         unit, _, entry = self.pieces(name)[0]
         known = self._checksums.get(name)
         if known is None:
-            known = checksum(self.read_part(name, WEIGHT).contiguous())
+            packed = self.read_packed(name) if entry.codec is not None else self.read_part(name, WEIGHT)
+            known = ("" if entry.codec is None else f"{entry.codec} ") + checksum(packed.contiguous())
             if unit.kind != REST and not entry.trainable:  # others may change without a call of ours
                 self._checksums[name] = known
         return known
@@ -267,10 +281,15 @@ class Values:
 
     def _place(self, unit: Unit, part: str) -> tuple[str, int, Layout]:
         """(region, byte offset in it, layout) of a part of a unit."""
-        return ("weights", 0, unit.weights) if part == WEIGHT else ("state", *unit.parts[part])
+        return ("weights", 0, unit.stored) if part == WEIGHT else ("state", *unit.parts[part])
 
     def _get(self, unit: Unit, part: str, index: int) -> Tensor:
-        """A view of the entry in its home, or a fresh tensor read from the disk."""
+        """The entry: a view of its home, or a fresh tensor."""
+        stored, entry = self._stored(unit, part, index), unit.weights.entries[index]
+        return unpack(entry, stored) if part == WEIGHT and entry.codec is not None else stored
+
+    def _stored(self, unit: Unit, part: str, index: int) -> Tensor:
+        """The entry as it is stored: a view of its home, or a fresh tensor read from the disk."""
         region, start, layout = self._place(unit, part)
         home = self._regions.home(unit.index, region)
         if home is not None:
@@ -290,6 +309,12 @@ class Values:
 
     def _put(self, unit: Unit, part: str, index: int, value: Tensor) -> None:
         """Write an entry to its home, converted to its format; a weight also to its copy on the device."""
+        entry = unit.weights.entries[index]
+        if part == WEIGHT and entry.codec is not None:
+            value = pack(entry, value)
+        self._put_stored(unit, part, index, value)
+
+    def _put_stored(self, unit: Unit, part: str, index: int, value: Tensor) -> None:
         region, start, layout = self._place(unit, part)
         home = self._regions.home(unit.index, region)
         self._checksums.pop(layout.entries[index].name, None)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from headrace.base.errors import ModelError, OptimizerError, OptionError, StepError
 from headrace.base.events import EventLog
@@ -40,6 +41,7 @@ from headrace.session.adapters import tell_trained
 from headrace.session.fill import fill, fill_state, give_back
 from headrace.session.install import install
 from headrace.session.options import Options
+from headrace.session.quantising import codecs_for, fitting
 from headrace.session.session import Session
 from headrace.session.values import Values
 from headrace.spec.model import BLOCK, TILE, ModelSpec
@@ -85,6 +87,8 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **giv
       guard_every=None       steps between checks of one block's gradient against one computed again in fp32; 0: none
       blocks=None            the blocks, where they are not found: names of lists, or the modules
       debug=False            freed weights read NaN
+      quantize=None          codec of frozen weights: "int8", "nf4" and others, "auto", or a headrace.PrecisionMap
+      prefer="quality"       what quantize="auto" prefers when weights must stream; or "speed"
 
     Raises OptionError, ModelError, OptimizerError, PlanError or StoreError; then nothing is changed.
     """
@@ -102,9 +106,13 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **giv
     optimizer = _optimizer(model, optimizer, options, events)
     rule = rule_of(optimizer)
     budgets = _budgets(options, device)
-    anatomy = _anatomy(model, optimizer, rule, device, budgets, options, events)
-    anatomy.spec = _summed(anatomy, events)
-    placement = _place(anatomy, rule, options, budgets, device, events)
+
+    def plan(options: Options, events: EventLog) -> tuple[Anatomy, Placement]:
+        anatomy = _anatomy(model, optimizer, rule, device, budgets, options, events)
+        anatomy.spec = _summed(anatomy, events)
+        return anatomy, _place(anatomy, rule, options, budgets, device, events)
+
+    options, anatomy, placement = fitting(model, options, plan, events)
     anatomy.spec = _widened(anatomy.spec, placement)
     with contextlib.ExitStack() as failed:
         session = _open(model, optimizer, rule, anatomy, placement, budgets, device, options, events, failed)
@@ -202,7 +210,8 @@ def _anatomy(
         events.add("resident", "guard_every checks what blocks own: adapters stream with their blocks")
     else:
         chosen = resident.find(model, stacks, groups, state, budgets.device, events)
-    return divide(model, stacks, groups, state, narrow, events, wide, chosen)
+    codecs = codecs_for(model, stacks, options, groups)
+    return divide(model, stacks, groups, state, narrow, events, wide, chosen, codecs)
 
 
 def _narrow(model: nn.Module, groups: dict[int, int]) -> frozenset[int]:
@@ -315,9 +324,9 @@ def _open(
     )
     values = Values(anatomy, regions, ledger, executor)
     undo: list[Callable[[], None]] = []
-    fill(model, anatomy, regions, values, undo, stream.forget_slots)
+    originals = fill(model, anatomy, regions, values, undo, stream.forget_slots, events)
     failed.callback(lambda: [action() for action in reversed(undo)])
-    failed.callback(_release, model, anatomy, values)
+    failed.callback(_release, model, anatomy, values, originals)
     fill_state(optimizer, anatomy, values)
     if not limits.computes_bf16(device):
         widen(model, undo)
@@ -348,9 +357,11 @@ def _predicted(anatomy: Anatomy) -> list[Visit]:
     return visits
 
 
-def _release(model: nn.Module, anatomy: Anatomy, values: Values) -> None:
-    """Parameters and buffers in ordinary memory, on the CPU."""
-    give_back(anatomy, values)
+def _release(
+    model: nn.Module, anatomy: Anatomy, values: Values, originals: Mapping[str, Tensor] = MappingProxyType({})
+) -> None:
+    """Parameters and buffers in ordinary memory, on the CPU; `originals` in place of what a codec made of them."""
+    give_back(anatomy, values, originals)
     for buffer in model.buffers():
         buffer.data = buffer.data.cpu()
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from headrace.spec.codecs import codec_named
 from headrace.spec.formats import itemsize
 
 PAD_ELEMENTS = 128
@@ -111,8 +112,6 @@ class Layout:
 
 
 def _packed(entry: Entry) -> Entry:
-    from headrace.spec.codecs import codec_named
-
     assert entry.codec is not None
     size = codec_named(entry.codec).nbytes(entry.shape)  # a multiple of its alignment, so that the next begins aligned
     return Entry(entry.name, (size,), "uint8", False, entry.group, entry.first_row)

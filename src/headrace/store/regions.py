@@ -15,6 +15,7 @@ from torch import Tensor
 from headrace.base.errors import PlanError
 from headrace.base.events import EventLog
 from headrace.base.units import format_bytes
+from headrace.codec.entries import unpack_into
 from headrace.spec.footprint import (
     Footprint,
     decoded_bytes,
@@ -210,6 +211,21 @@ class Regions:
         """The device memory of a unit that does not stream."""
         copy = self._copies.get(unit)
         return copy if copy is not None else self._homes.get((unit, "weights"), self.device_arena.empty)
+
+    def computing(self, unit: Unit, region: Tensor) -> list[Tensor]:
+        """The unit's weights as it computes, in the order of `unit.weights`. `region`: its weights as they are stored.
+
+        Those with a codec are decoded on the current stream into the one place for that, and stay there until another
+        unit computes; the others are views of `region`.
+        """
+        views = typed(region, unit.stored)
+        if unit.compressed:
+            places = iter(typed(self.places["decoded"], unit.decoded))
+            for index, entry in enumerate(unit.weights.entries):
+                if entry.codec is not None:
+                    packed, views[index] = views[index], next(places)
+                    unpack_into(entry, packed, views[index])
+        return views
 
     def staged(self, unit: Unit, place: str) -> tuple[Tensor | None, Tensor | None]:
         """(trained weights, state) of a unit inside an update stage; None for what is not staged there."""

@@ -1,0 +1,57 @@
+"""Entries of a layout that have a codec: packed into the bytes that lie in a store, and unpacked from them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from headrace.codec.packed import decode, encode
+from headrace.spec.codecs import codec_named
+from headrace.spec.layout import Entry
+
+AT_ONCE = 1 << 20
+"""Numbers that are compared at a time."""
+
+
+def pack(entry: Entry, value: Tensor) -> Tensor:
+    """The bytes (flat uint8, on the CPU) in which `value` is stored, which has the entry's shape and any float format.
+
+    What would compute is the value in the entry's own format, so that is what is encoded. Raises ModelError for a value
+    that is not finite.
+    """
+    assert entry.codec is not None
+    codec = codec_named(entry.codec)
+    packed = torch.empty(codec.nbytes(entry.shape), dtype=torch.uint8)
+    encode(codec, value.detach().to("cpu", _dtype(entry)), packed, entry.name)
+    return packed
+
+
+def unpack(entry: Entry, packed: Tensor) -> Tensor:
+    """A fresh tensor with what `packed` stands for, in the entry's own format, on the same device."""
+    out = torch.empty(entry.shape, dtype=_dtype(entry), device=packed.device)
+    unpack_into(entry, packed, out)
+    return out
+
+
+def unpack_into(entry: Entry, packed: Tensor, out: Tensor) -> None:
+    """The same into `out` (the entry's shape), on the current stream. Bytes from elsewhere come to its device first."""
+    assert entry.codec is not None
+    decode(codec_named(entry.codec), packed.to(out.device, non_blocking=True), out)
+
+
+def error_of(entry: Entry, value: Tensor, packed: Tensor) -> float:
+    """Relative L2 distance, from `value`, of what `packed` (on the CPU) stands for. Takes one more tensor in memory."""
+    decoded, value = unpack(entry, packed).view(-1), value.detach().to("cpu").reshape(-1)
+    off = size = 0.0
+    for ours, theirs in zip(decoded.split(AT_ONCE), value.split(AT_ONCE), strict=True):
+        theirs = theirs.float()
+        size += float(theirs.square().sum(dtype=torch.float64))
+        off += float(theirs.sub_(ours).square().sum(dtype=torch.float64))
+    return math.sqrt(off / size) if size else 0.0
+
+
+def _dtype(entry: Entry) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, entry.dtype)
+    return dtype
