@@ -11,7 +11,7 @@ from headrace.base.errors import ModelError, OptionError
 from headrace.kernels import packing
 from headrace.spec.codecs import ROW, Codec, matrices
 
-_INT8_LIMIT = torch.finfo(torch.float32).max / 127  # beyond it, code times scale is infinite
+_LARGEST = torch.finfo(torch.float32).max
 
 
 def encode(codec: Codec, weight: Tensor, packed: Tensor, name: str = "a weight") -> None:
@@ -32,7 +32,7 @@ def encode(codec: Codec, weight: Tensor, packed: Tensor, name: str = "a weight")
     if codec.name == "int8":
         flat, block = _flat(codec, source)
         packing.int8_encode_(codes, scales, flat, block)
-        _refuse_beyond(_INT8_LIMIT, scales, source, codec, name)
+        _refuse_beyond(_LARGEST / 127, scales, source, codec, name)  # else code times scale is infinite
     elif codec.name == "fp8":
         packing.fp8_encode_(codes, scales, source.view(count, rows, columns))
         _refuse_beyond(math.inf, scales, source, codec, name)
@@ -44,7 +44,7 @@ def encode(codec: Codec, weight: Tensor, packed: Tensor, name: str = "a weight")
         flat, block = _flat(codec, source)
         plain = torch.empty(scales.shape, dtype=torch.float32, device=source.device)
         packing.nf4_encode_(codes, plain, flat, block)
-        _refuse_beyond(math.inf, plain, source, codec, name)
+        _refuse_beyond(_LARGEST / max(1, plain.numel()), plain, source, codec, name)  # else their mean is infinite
         packing.nest_scales_(scales.view(-1), parts["nested_scales"], parts["offset"], plain.view(-1))
     else:
         flat, block = _flat(codec, source)

@@ -39,9 +39,9 @@ def int8_encode_(
     weight: Tensor,  # (m, n)
     block_size: int,
 ) -> None:
-    """codes = round(weight * (127 / scale)), scale = the largest magnitude of the block.
+    """codes = round(weight * (1 / scale * 127)), scale = the largest magnitude of the block.
 
-    Blocks whose largest magnitude is below 3.8e-37, for which 127 / scale is infinite, become zeros.
+    Blocks whose largest magnitude is below 3.8e-37, for which that factor is infinite, become zeros.
     """
     _check_int8("int8_encode_", codes, scales, weight, block_size)
     call("int8_encode_", weight.device, codes, scales, weight, block_size)
@@ -106,7 +106,7 @@ def fp8_encode_(
     scales: Tensor,  # (m, ceil(rows / 128), ceil(columns / 128)) fp32, written
     weight: Tensor,  # (m, rows, columns)
 ) -> None:
-    """codes = e4m3(weight * (448 / largest magnitude of the tile)), scale = 1 / (448 / largest magnitude).
+    """codes = e4m3(weight * factor), factor = 1 / largest magnitude of the tile * 448, scale = 1 / factor.
 
     As transformers writes fine-grained fp8 checkpoints. Tiles of zeros, and those that vanish (below 1.4e-36), have
     scale 1.

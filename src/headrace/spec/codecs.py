@@ -113,7 +113,8 @@ class Codec:
                 Part("tensor_scale", "float32", (count * any_weight,)),
             )
         if self.name == "int8" and self.block_size == ROW:
-            return Part("codes", "int8", (count * rows, columns)), Part("scales", "float32", (count * rows, 1))
+            lines = count * rows
+            return Part("codes", "int8", (lines, columns)), Part("scales", "float32", (lines, min(1, columns)))
         blocks = -(-size // self.block_size)
         if self.name == "int8":
             return Part("codes", "int8", (count, size)), Part("scales", "float32", (count, blocks))

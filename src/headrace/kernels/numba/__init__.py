@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from headrace.kernels.numba.gradients import accumulate_, accumulate_squares_, add_rows_, round_squares_, sum_squares
-from headrace.kernels.numba.undo import adamw_finish_, adamw_logged_, adamw_undo_
-from headrace.kernels.numba.updates import adamw_, join_master_, sgd_, split_master_
-from headrace.kernels.reference import (
-    fold_logits_,
+from headrace.kernels.numba.packing import (
     fp8_decode_,
     fp8_encode_,
     int8_decode_,
     int8_encode_,
-    logit_gradient_,
-    nest_scales_,
     nf4_decode_,
     nf4_encode_,
     nvfp4_decode_,
     nvfp4_encode_,
 )
+from headrace.kernels.numba.undo import adamw_finish_, adamw_logged_, adamw_undo_
+from headrace.kernels.numba.updates import adamw_, join_master_, sgd_, split_master_
+from headrace.kernels.reference import fold_logits_, logit_gradient_, nest_scales_
 
 # On the CPU the matrix products take nearly all of the loss's time: its elementwise part stays with plain torch.
 __all__ = [

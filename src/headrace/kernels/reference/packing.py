@@ -25,7 +25,7 @@ def int8_encode_(codes: Tensor, scales: Tensor, weight: Tensor, block_size: int)
     for rows, columns, blocks, width in _pieces(weight, block_size):
         x = weight[rows, columns].float().unflatten(1, (-1, width))
         absmax = x.abs().amax(dim=2)
-        inverse = 127.0 / absmax
+        inverse = absmax.reciprocal() * 127.0  # what 127 / absmax means to torch, and so to bitsandbytes
         inverse = inverse.masked_fill(inverse.isinf(), 0.0)
         codes[rows, columns] = (x * inverse.unsqueeze(2)).round().to(torch.int8).flatten(1)
         scales[rows, blocks] = absmax
@@ -47,7 +47,7 @@ def nf4_encode_(codes: Tensor, scales: Tensor, weight: Tensor, block_size: int) 
         x = weight[rows, columns].float().unflatten(1, (-1, width))
         absmax = x.abs().amax(dim=2)
         if width == block_size:
-            x = x * (1.0 / absmax.clamp(min=SMALLEST)).unsqueeze(2)
+            x = x * absmax.clamp(min=SMALLEST).reciprocal().unsqueeze(2)
         else:  # bitsandbytes divides in the last block, if that is a partial one
             absmax = absmax.clamp(min=SMALLEST)
             x = x / absmax.unsqueeze(2)
@@ -80,7 +80,7 @@ def nest_scales_(codes: Tensor, nested_scales: Tensor, offset: Tensor, scales: T
     for rows, columns, blocks, width in _pieces(scales.view(1, -1), NESTED_BLOCK):
         x = (scales.view(1, -1)[rows, columns] - offset).unflatten(1, (-1, width))
         absmax = x.abs().amax(dim=2)
-        x = (x * (1.0 / absmax).unsqueeze(2)).clamp(-1.0, 1.0)
+        x = (x * absmax.reciprocal().unsqueeze(2)).clamp(-1.0, 1.0)
         steps = (((x + 1.0) * 0.5) * 65535.0 + 0.5).nan_to_num().int()
         picked = dynamic_codes(scales.device)[steps].masked_fill((absmax == 0.0).unsqueeze(2), 0)
         codes.view(1, -1)[rows, columns] = picked.flatten(1)

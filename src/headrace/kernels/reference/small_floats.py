@@ -22,12 +22,12 @@ def fp8_encode_(codes: Tensor, scales: Tensor, weight: Tensor) -> None:
     for matrix, row in _bands(weight):
         x = _tiled(weight[matrix, row : row + TILE].float())
         absmax = x.abs().amax(dim=(0, 2))
-        inverse = torch.where(absmax > _TINIEST_TILE, E4M3_MAX / absmax, 1.0)
+        inverse = torch.where(absmax > _TINIEST_TILE, absmax.reciprocal() * E4M3_MAX, 1.0)
         narrow = (x * inverse[:, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
         # As bytes: not every torch copies fp8 between views.
         band = narrow.view(torch.uint8).flatten(1)[:, : weight.shape[2]]
         codes.view(torch.uint8)[matrix, row : row + TILE] = band
-        scales[matrix, row // TILE] = torch.where(absmax.isfinite(), 1.0 / inverse, absmax)
+        scales[matrix, row // TILE] = torch.where(absmax.isfinite(), inverse.reciprocal(), absmax)
 
 
 @torch.no_grad()
@@ -82,7 +82,7 @@ def _e2m1_codes(x: Tensor) -> Tensor:
     code = (magnitude > 0.25).to(torch.uint8)
     for bound, even_above in ((0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False)):
         code += magnitude >= bound if even_above else magnitude > bound
-    return code.bitwise_or_(x.signbit().to(torch.uint8).mul_(8))
+    return torch.bitwise_or(code, x.signbit().to(torch.uint8) << 3)
 
 
 def _bands(x: Tensor) -> list[tuple[int, int]]:
@@ -96,4 +96,5 @@ def _tiled(band: Tensor) -> Tensor:
 
 
 def _split_rows(x: Tensor, width: int) -> Tensor:
-    return torch.nn.functional.pad(x, (0, -x.shape[1] % width)).unflatten(1, (-1, width))
+    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % width))
+    return padded.view(x.shape[0], -1, width)
