@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -103,10 +104,7 @@ def views(codec: Codec, shape: tuple[int, ...], packed: Tensor) -> dict[str, Ten
             "This buffer is not aligned", f"It begins at byte {packed.storage_offset():,} of its storage",
             "Let packed tensors begin at multiples of 256 bytes",
         )  # fmt: skip
-    return {
-        part.name: packed[offset : offset + part.nbytes].view(getattr(torch, part.dtype)).view(part.shape)
-        for part, offset in zip(layout.parts, layout.offsets, strict=True)
-    }
+    return {name: packed[first:last].view(dtype).view(form) for name, first, last, dtype, form in _slices(codec, shape)}
 
 
 @torch.no_grad()
@@ -120,6 +118,16 @@ def relative_error(codec: Codec, weight: Tensor, packed: Tensor) -> float:
     error = torch.linalg.vector_norm(decoded.sub_(weight), dtype=torch.float64).item()
     size = torch.linalg.vector_norm(weight.float(), dtype=torch.float64).item()
     return error / size if size else 0.0
+
+
+@functools.lru_cache(maxsize=4096)
+def _slices(codec: Codec, shape: tuple[int, ...]) -> tuple[tuple[str, int, int, torch.dtype, tuple[int, ...]], ...]:
+    """Name, first and last byte, dtype and shape of each part."""
+    layout = codec.layout(shape)
+    return tuple(
+        (part.name, offset, offset + part.nbytes, getattr(torch, part.dtype), part.shape)
+        for part, offset in zip(layout.parts, layout.offsets, strict=True)
+    )
 
 
 def _flat(codec: Codec, tensor: Tensor) -> tuple[Tensor, int]:
