@@ -1,13 +1,12 @@
 """Bases that are stored compressed: streamed training equals plain training of a model with the decoded weights.
 
-The plain model is the same one with each quantised weight replaced by what its codec makes of it, in its own dtype. What
-trains are adapters, norms and some whole blocks; nothing else tells the two apart, so the contract is that of every
-other model: 1e-5 in fp32, equal bits in bf16 with all rows at once.
+The plain model is the same one with each quantised weight replaced by what its codec makes of it, in its own dtype.
+What trains are adapters, norms and some whole blocks; nothing else tells the two apart, so the contract is that of
+every other model: 1e-5 in fp32, equal bits in bf16 with all rows at once.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,29 +14,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import headrace
-from headrace.codec.packed import decode, encode
-from headrace.spec.codecs import codec_named
 from headrace.spec.precision import PrecisionMap
 from parity.cases import AXES, CLIP, PLACEMENTS, Case, case, mover, pairwise
 from parity.families import FAMILIES as COMMON
 from parity.families import Family, causal_lm, causal_loss, fresh, logits_loss, token_batch
 from parity.reference import OPTIMIZERS, Trace, check, check_equal, gradients, train_plain, train_streamed
+from quantised_models import decoded, every
 
 FAMILIES = {
     **COMMON,
     "wide": Family(lambda: causal_lm("Llama", intermediate_size=900, num_hidden_layers=3), token_batch, causal_loss),
     "mixtral": Family(lambda: causal_lm("Mixtral", num_local_experts=3, num_hidden_layers=3), token_batch, causal_loss),
 }
-SMALLEST = 64
-"""Matrices of these tiny models are all quantised, except the routers."""
 CODECS = ("int8", "int8/row", "nf4", "nf4/128+double", "fp8", "nvfp4")
-
-
-def quantised(codec: str = "nf4", **changes: Any) -> PrecisionMap:
-    return PrecisionMap(codec, smallest=SMALLEST, **changes)
 
 
 def adapted(model: Any, seed: int = 1, **options: Any) -> Any:
@@ -56,37 +48,6 @@ def half_frozen(model: Any) -> Any:
     return model
 
 
-def decoded(model: nn.Module, precision: PrecisionMap) -> nn.Module:
-    """The resident model: weights that would be quantised are what their codec makes of them."""
-    twin = copy.deepcopy(model)
-    changed = 0
-    for name, parameter in twin.named_parameters():
-        codec = expected_codec(name, parameter, precision)
-        if codec is not None:
-            changed += 1
-            parameter.data = round_trip(codec, parameter.data)
-    assert changed
-    return twin
-
-
-def expected_codec(name: str, parameter: nn.Parameter, precision: PrecisionMap) -> str | None:
-    """By the names of these models, not by the code under test."""
-    inside = any(part in name for part in (".layers.", ".h.", "body."))
-    router = ".gate.weight" in name
-    if parameter.requires_grad or parameter.dim() < 2 or not inside or router or "lora" in name:
-        return None
-    return precision.codec
-
-
-def round_trip(text: str, value: Tensor) -> Tensor:
-    codec, out = codec_named(text), torch.empty_like(value)
-    packed = torch.empty(codec.nbytes(tuple(value.shape)), dtype=torch.uint8)
-    encode(codec, value, packed)
-    decode(codec, packed, out)
-    assert not torch.equal(out, value)
-    return out
-
-
 WAYS: dict[str, Callable[[Any], Any]] = {"lora": adapted, "half": half_frozen}
 _PLAIN: dict[Any, Trace] = {}
 
@@ -102,7 +63,7 @@ def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
 def plain(family: str, way: str, precision: PrecisionMap, optimizer: str, clip: float | None) -> Trace:
     key = (family, way, precision, optimizer, clip)
     if key not in _PLAIN:
-        model = decoded(made(family, way), precision)
+        model = decoded(made(family, way), precision.codec)
         _PLAIN[key] = train_plain(model, optimizer_of(model, optimizer), FAMILIES[family], clip)
     return _PLAIN[key]
 
@@ -125,7 +86,7 @@ def test_equals_plain_training_with_the_decoded_weights(choice: dict[str, Any], 
     """Every pair of window, rows, recompute, placement, lanes, clipping, optimizer and place of inputs; four steps with
     single batches, several backward calls and a window. Overlapped equals inline in every bit."""
     chosen = case(dict(choice))
-    precision = quantised("nf4")
+    precision = every("nf4")
     inline = streamed("llama", way, precision, replace(chosen, overlap=False), tmp_path)
     check(inline, plain("llama", way, precision, chosen.optimizer, chosen.clip))
     if chosen.overlap:
@@ -134,7 +95,7 @@ def test_equals_plain_training_with_the_decoded_weights(choice: dict[str, Any], 
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_every_codec(codec: str, tmp_path: Path) -> None:
-    precision = quantised(codec)
+    precision = every(codec)
     for way, weights in (("lora", "disk"), ("half", "host")):
         chosen = Case(window=2, rows=2, weights=weights, state="host", clip=CLIP, optimizer="adamw")
         check(streamed("llama", way, precision, chosen, tmp_path), plain("llama", way, precision, "adamw", CLIP))
@@ -143,7 +104,7 @@ def test_every_codec(codec: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["llama-tied", "gpt2", "mixtral", "gemma2", "plain"])
 def test_other_families(family: str, tmp_path: Path) -> None:
     """Tied embeddings, transposed linear layers, fused experts of three dimensions, a model of no library."""
-    precision = quantised("int8")
+    precision = every("int8")
     chosen = Case(window=2, rows=3, weights="host", clip=CLIP)
     check(streamed(family, "half", precision, chosen, tmp_path), plain(family, "half", precision, "sgd", CLIP))
 
@@ -156,9 +117,9 @@ def test_bf16_has_the_bits_of_the_resident_module(
 ) -> None:
     """All rows at once, past the first update; an evaluation in between. Blocks are so wide that the head is one tile
     beside them: hidden gradients of several are rounded elsewhere."""
-    precision = quantised("nf4")
+    precision = every("nf4")
     model = made("wide", way).bfloat16()
-    twin = decoded(model, precision)
+    twin = decoded(model, precision.codec)
     optimizer = optimizer_of(model, "adamw")
     options = Case(window=1, weights=placement[0], state=placement[1], overlap=overlap).options(tmp_path)
     model, driver = headrace.wrap(model, optimizer, device="cpu", quantize=precision, **options)
@@ -189,9 +150,9 @@ def test_bf16_has_the_bits_of_the_resident_module(
 
 def test_generation_is_that_of_the_decoded_model() -> None:
     """With a cache, after a step, token by token."""
-    precision = quantised("nf4")
+    precision = every("nf4")
     model = made("llama", "lora")
-    twin = decoded(model, precision).eval()
+    twin = decoded(model, precision.codec).eval()
     model, driver = headrace.wrap(model, optimizer_of(model, "sgd"), device="cpu", debug=True, quantize=precision,
                                   placement={"weights": "host"})  # fmt: skip
     theirs = optimizer_of(twin, "sgd")

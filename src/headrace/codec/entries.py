@@ -46,9 +46,8 @@ def error_of(entry: Entry, value: Tensor, packed: Tensor) -> float:
     decoded, value = unpack(entry, packed).view(-1), value.detach().to("cpu").reshape(-1)
     off = size = 0.0
     for ours, theirs in zip(decoded.split(AT_ONCE), value.split(AT_ONCE), strict=True):
-        theirs = theirs.float()
-        size += float(theirs.square().sum(dtype=torch.float64))
-        off += float(theirs.sub_(ours).square().sum(dtype=torch.float64))
+        size += float(theirs.float().square().sum(dtype=torch.float64))
+        off += float((theirs.float() - ours).square().sum(dtype=torch.float64))
     return math.sqrt(off / size) if size else 0.0
 
 

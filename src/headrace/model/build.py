@@ -22,7 +22,9 @@ from headrace.base.events import EventLog
 from headrace.files.safetensors import TensorReader
 from headrace.model.conversion import ConversionPlan, plan_conversion
 from headrace.model.parked import park, placeholder
+from headrace.model.quantised import AUTO, WISH, mark
 from headrace.model.source import FolderSource, RandomSource, SourceHome, WeightSource
+from headrace.spec.precision import PrecisionMap, as_map
 
 # Tensors beside a quantised weight. Leaving one out would leave its weight off by the scale, silently.
 _SCALES = re.compile(
@@ -37,19 +39,23 @@ def load_model(
     dtype: torch.dtype | str | None = None,
     random_weights: bool = False,
     trust_remote_code: bool = False,
+    quantize: str | PrecisionMap | None = None,
     **config_overrides: Any,
 ) -> Any:
     """A transformers model whose weights stay in their files until `headrace.wrap` moves them into its stores.
 
     `folder_or_id`: a folder with config.json and safetensors files, or a hub id; with `random_weights` (the model's own
     initialisation, drawn from torch's global seed) also a config file. `dtype`: of the weights; None takes the
-    checkpoint's. `config_overrides`: attributes of the model's configuration, and `attn_implementation`. Until `wrap`,
-    reading a weight reads the file, and writing one raises. The model is in eval mode, as after `from_pretrained`.
+    checkpoint's. `quantize`: a codec or a `PrecisionMap` by which matrices of the blocks are frozen and stored
+    compressed; they are encoded one by one as `wrap` reads them. "auto" leaves it to `wrap` whether it must be.
+    `config_overrides`: attributes of the model's configuration, and `attn_implementation`. Until `wrap`, reading a
+    weight reads the file, and writing one raises. The model is in eval mode, as after `from_pretrained`.
 
-    Raises ModelError (not found, quantised, no safetensors), OptionError (unknown override or dtype) and FormatError
-    (damaged files, another shape than the model's, scales of a quantised format).
+    Raises ModelError (not found, quantised, no safetensors), OptionError (unknown override, dtype or codec) and
+    FormatError (damaged files, another shape than the model's, scales of a quantised format).
     """
     events = EventLog()
+    precision = None if quantize in (None, AUTO) else as_map(quantize)
     place = find_folder(folder_or_id, random_weights, trust_remote_code)
     config, implementations = read_config(place, trust_remote_code, config_overrides)
     reader = None if random_weights else _open_weights(place)
@@ -57,6 +63,10 @@ def load_model(
         config.dtype = _pick_dtype(dtype, config, reader)
         model = _build_empty(config, trust_remote_code, implementations)
         _attach_source(model, reader, events)
+        if precision is not None:
+            mark(model, precision, events)
+        elif quantize == AUTO:
+            setattr(model, WISH, AUTO)
     except BaseException:
         if reader is not None:
             reader.close()

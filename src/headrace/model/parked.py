@@ -233,7 +233,8 @@ class Parked(nn.Parameter):
         return func(*_with_values(args, near), **_with_values(kwargs, near))
 
     def __deepcopy__(self, memo: Any) -> nn.Parameter:
-        copy = nn.Parameter(self._headrace_home.read(self), self.requires_grad)
+        twin = getattr(self._headrace_home, "twin", None)  # of a home that its parameter has to itself
+        copy = nn.Parameter(self._headrace_home.read(self), self.requires_grad) if twin is None else twin()
         memo[id(self)] = copy
         return copy
 

@@ -20,7 +20,7 @@ from headrace.base.events import EventLog
 from headrace.base.units import format_bytes
 from headrace.codec.entries import error_of, pack, unpack
 from headrace.model.blocks import Stack, find_blocks
-from headrace.model.parked import WeightValue, is_parked, park
+from headrace.model.parked import WeightValue, is_parked, park, placeholder
 from headrace.spec.codecs import codec_named
 from headrace.spec.formats import itemsize
 from headrace.spec.layout import Entry
@@ -30,6 +30,9 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FOREIGN = {"Params4bit": "bitsandbytes", "Int8Params": "bitsandbytes", "QTensor": "quanto"}
 """Classes of weights that other libraries have quantised."""
 CODEC = "_headrace_codec"
+"""On a parameter: the codec that it is stored with, or will be."""
+AUTO, WISH = "auto", "_headrace_quantize"
+"""What `quantize=` may be in place of a codec, and where a model from `load_model` keeps that it was."""
 
 
 @dataclass(frozen=True)
@@ -170,16 +173,31 @@ class PackedHome:
         self.packed = pack(self.entry, value)
         self.error = error_of(self.entry, value, self.packed)
 
+    def twin(self) -> nn.Parameter:
+        """A copy of the parameter, packed too."""
+        entry = self.entry
+        parameter = nn.Parameter(placeholder(entry.shape, getattr(torch, entry.dtype)), requires_grad=False)
+        _park(parameter, PackedHome(entry, self.packed.clone(), self.error))
+        return parameter
 
-def pack_parameter(parameter: nn.Parameter, name: str, codec: str, value: Tensor) -> PackedHome:
-    """Park `parameter`, frozen, at the packed bytes of `value`."""
-    entry = Entry(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."), False, codec=codec)
-    packed = pack(entry, value)
-    home = PackedHome(entry, packed, error_of(entry, value, packed))
+
+def _park(parameter: nn.Parameter, home: PackedHome) -> None:
     parameter.requires_grad_(False)
-    park(parameter, home, name)
-    setattr(parameter, CODEC, codec)
-    return home
+    park(parameter, home, home.entry.name)
+    setattr(parameter, CODEC, home.entry.codec)
+
+
+def _entry(parameter: nn.Parameter, name: str, codec: str) -> Entry:
+    return Entry(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."), False, codec=codec)
+
+
+def as_stored(parameter: nn.Parameter, name: str, value: Tensor) -> Tensor:
+    """`value`, or what the codec that the parameter is marked with makes of it."""
+    codec = codec_of(parameter)
+    if codec is None:
+        return value
+    entry = _entry(parameter, name, codec)
+    return unpack(entry, pack(entry, value))
 
 
 def quantize_model(model: Any, codec: str | PrecisionMap, blocks: Any = None, block_size: int | None = None) -> Any:
@@ -212,8 +230,11 @@ def quantize_model(model: Any, codec: str | PrecisionMap, blocks: Any = None, bl
         if chosen is not None:
             value = candidate.parameter.detach()
             value = value.plain() if isinstance(value, WeightValue) else value
-            home = pack_parameter(candidate.parameter, candidate.name, chosen, value)
-            losses.add(home.entry, home.error)
+            entry = _entry(candidate.parameter, candidate.name, chosen)
+            packed = pack(entry, value)
+            home = PackedHome(entry, packed, error_of(entry, value, packed))
+            _park(candidate.parameter, home)
+            losses.add(entry, home.error)
     losses.tell(EventLog())
     return model
 

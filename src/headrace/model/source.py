@@ -19,6 +19,7 @@ from headrace.base.errors import ModelError
 from headrace.base.events import EventLog
 from headrace.base.units import format_bytes
 from headrace.model.conversion import ConversionPlan, Recipe, convert, pieces
+from headrace.model.quantised import as_stored
 
 if TYPE_CHECKING:
     from headrace.files.safetensors import TensorReader
@@ -43,10 +44,11 @@ class SourceHome:
         self.source, self.name = source, name
 
     def read(self, parameter: nn.Parameter) -> Tensor:
-        """A fresh tensor with the value, in the parameter's shape and dtype."""
+        """A fresh tensor with the value, in the parameter's shape and dtype; or what the codec makes of it that the
+        parameter is marked with."""
         value = torch.empty(parameter.shape, dtype=parameter.dtype)
         self.source.read_into(self.name, value)
-        return value
+        return as_stored(parameter, self.name, value)
 
     def write(self, parameter: nn.Parameter, value: Tensor) -> NoReturn:
         raise ModelError(

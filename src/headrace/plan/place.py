@@ -14,6 +14,8 @@ from headrace.spec.placement import DEVICE, DISK, HOST, TIERS, Placement
 
 WORK_SHARE = 0.25
 """Share of the device budget that "auto" leaves to activations, whose size no one knows before the first batch."""
+NEAR_SHARE = 0.5
+"""Share of the device budget up to which "auto" keeps compressed blocks there although others stream."""
 
 Choice = str | dict[str | int, str]
 
@@ -77,7 +79,7 @@ def choose(
         weights = tiers_for(spec, choice.get("weights", HOST), "weights")
         state = tiers_for(spec, choice.get("state", choice.get("weights", HOST)), "state")  # it follows the weights
         _check_pairs(spec, weights, state)
-        placement = replace(base, weights=weights, state=state)
+        placement = _once(spec, replace(base, weights=weights, state=state))
         _require(spec, [(placement, 0.0)], budgets, asked=True)
         return placement, "as asked"
     if choice != "auto":
@@ -88,7 +90,8 @@ def choose(
         if DISK not in (weights_tier, state_tier) or budgets.disk is not None:
             weights = tiers_for(spec, weights_tier, "weights")
             state = tiers_for(spec, state_tier, "state")
-            candidates.append((replace(base, weights=weights, state=state), WORK_SHARE))
+            placement = _once(spec, replace(base, weights=weights, state=state))
+            candidates.append((_near(spec, placement, budgets), WORK_SHARE))
     candidates.append((replace(candidates[-1][0], slots=1), 0.0))
     tried: list[str] = []
     for placement, work in candidates:
@@ -102,8 +105,33 @@ def choose(
     raise AssertionError("unreachable")
 
 
+def _once(spec: ModelSpec, placement: Placement) -> Placement:
+    """What is frozen and lives on the device needs no home elsewhere that an update would write."""
+    state = tuple(
+        DEVICE if placement.weights[unit.index] == DEVICE and not unit.trained.entries else placement.state[unit.index]
+        for unit in spec.units
+    )
+    return replace(placement, state=state)
+
+
+def _near(spec: ModelSpec, placement: Placement, budgets: Budgets) -> Placement:
+    """As many frozen compressed blocks on the device as NEAR_SHARE of its budget holds, evenly among those that stream
+    past them."""
+    blocks = [u.index for u in spec.units if u.compressed and not u.trained.entries and placement.streams(u.index)]
+    if budgets.device is None:
+        return placement
+    for count in range(len(blocks), 0, -1):
+        chosen = {u for i, u in enumerate(blocks) if (i + 1) * count // len(blocks) > i * count // len(blocks)}
+        weights = tuple(DEVICE if unit in chosen else tier for unit, tier in enumerate(placement.weights))
+        found = _once(spec, replace(placement, weights=weights))
+        if footprint(spec, found).device_bytes <= NEAR_SHARE * budgets.device:
+            return found
+    return placement
+
+
 def _tiers(placement: Placement) -> str:
-    return f"weights on {placement.weights[0]} and state on {placement.state[0]}"
+    tiers = [sorted(set(found), key=TIERS.index)[-1] for found in (placement.weights, placement.state)]
+    return f"weights on {tiers[0]} and state on {tiers[1]}"
 
 
 def _check_pairs(spec: ModelSpec, weights: tuple[str, ...], state: tuple[str, ...]) -> None:

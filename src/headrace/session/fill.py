@@ -126,10 +126,10 @@ def _fill(name: str, parameter: nn.Parameter, regions: Regions, values: Values, 
         values.write_weight(name, parameter)
     elif direct and entry.shape == parameter.shape:  # straight from the files to the place it will stay
         assert home is not None
-        view = typed(home, unit.weights)[index]
+        view = typed(home, unit.stored)[index]
         source.read_into(getattr(parameter, "_headrace_name", name), view)
         if regions.placement.weights[unit.index] == DEVICE:
-            typed(regions.resident(unit.index), unit.weights)[index].copy_(view)
+            typed(regions.resident(unit.index), unit.stored)[index].copy_(view)
     else:
         value = torch.empty(parameter.shape, dtype=parameter.dtype)
         source.read_into(getattr(parameter, "_headrace_name", name), value)

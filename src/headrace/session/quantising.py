@@ -15,6 +15,8 @@ from headrace.codec.entries import error_of
 from headrace.model.blocks import Stack
 from headrace.model.parked import is_parked
 from headrace.model.quantised import (
+    AUTO,
+    WISH,
     Losses,
     candidates,
     choose,
@@ -29,11 +31,8 @@ from headrace.session.values import Values
 from headrace.spec.placement import DEVICE, Placement
 from headrace.spec.precision import as_map
 
-AUTO = "auto"
 LADDER = ("int8", "nf4")
 """What "auto" tries, the most precise first."""
-WISH = "_headrace_quantize"
-"""On a model of `load_model`: the "auto" that it was loaded with."""
 
 Planned = tuple[Anatomy, Placement]
 
