@@ -1,12 +1,28 @@
-"""Memory in use on a GPU as NVML says it: what torch does not know of (CUDA's own, other libraries') counts there."""
+"""What NVML says of a GPU: its clocks, and memory in use, also what torch does not know of (CUDA's own, for one)."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """How fast a GPU runs, and what it draws."""
+
+    sm: float
+    """MHz of its multiprocessors."""
+    sm_most: float
+    watts: float
+    watts_most: float
+    """Its power limit: a GPU that reaches it lowers its clocks."""
 
 
 def device_used(device: torch.device) -> tuple[int | None, int | None]:
@@ -14,26 +30,38 @@ def device_used(device: torch.device) -> tuple[int | None, int | None]:
 
     Inside a container NVML may not know this process by its number; the card's figure then is all there is.
     """
+    card = _ask(device, lambda nvml, handle: int(nvml.nvmlDeviceGetMemoryInfo(handle).used))
+    running = _ask(device, lambda nvml, handle: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
+    own = [process.usedGpuMemory for process in running if process.pid == os.getpid()]
+    return (int(own[0]) if own and own[0] else None), card
+
+
+def clocks(device: torch.device) -> Clocks | None:
+    """Those of this moment; None where NVML does not say."""
+    return _ask(
+        device,
+        lambda nvml, handle: Clocks(
+            nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+            nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM),
+            nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+            nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000,
+        ),
+    )
+
+
+def _ask(device: torch.device, question: Callable[[Any, Any], Answer]) -> Answer | None:
+    """The answer to `question(pynvml, its handle of the card)`; None where there is none."""
     if device.type != "cuda":
-        return None, None
+        return None
     try:
         import pynvml
     except ImportError:
-        return None, None
-    with contextlib.ExitStack() as stack:
-        try:
-            pynvml.nvmlInit()
-            stack.callback(pynvml.nvmlShutdown)
-            handle = _handle(pynvml, device)
-            card = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
-        except pynvml.NVMLError:
-            return None, None
-        try:
-            running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        except pynvml.NVMLError:
-            return None, card
-        own = [process.usedGpuMemory for process in running if process.pid == os.getpid()]
-        return (int(own[0]) if own and own[0] else None), card
+        return None
+    with contextlib.suppress(pynvml.NVMLError), contextlib.ExitStack() as stack:
+        pynvml.nvmlInit()
+        stack.callback(pynvml.nvmlShutdown)
+        return question(pynvml, _handle(pynvml, device))
+    return None
 
 
 def _handle(pynvml: Any, device: torch.device) -> Any:

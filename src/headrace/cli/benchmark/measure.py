@@ -17,7 +17,7 @@ from headrace.cli.benchmark.roofline import Bound, Moved, bounds, floor_seconds,
 from headrace.cli.benchmark.work import Work
 from headrace.hardware.limits import peak_rss, reset_peak_rss
 from headrace.hardware.rates import settle
-from headrace.hardware.used import device_used
+from headrace.hardware.used import clocks, device_used
 from headrace.session.measuring import LaneRates, clip, lane_rates
 from headrace.session.session import Session
 
@@ -71,6 +71,7 @@ class Bench:
                 seconds.append(ended - began)
                 recorded.note(f"step {len(seconds)}", began, ended)
                 self.tell(work, len(seconds), ended - began, warm_up=False)
+            at_end = clocks(device)  # while the last step is under way
             session.wait()
             settle(device)
             wall = time.perf_counter() - begin
@@ -88,7 +89,8 @@ class Bench:
             "idle": 1.0 - found["compute"].busy / per_step,
             "lanes": {lane: {**asdict(load), "share": load.busy / per_step} for lane, load in sorted(found.items())},
             "moved": asdict(moved), "memory": {tier: after[tier] for tier in ("device", "host", "disk")},
-            "peaks": self._peaks(work, after), "grad_norm": session.last_grad_norm,
+            "clocks": None if at_end is None else asdict(at_end), "peaks": self._peaks(work, after),
+            "grad_norm": session.last_grad_norm,
             "losses": [float(loss) for loss in losses], "trace": None if trace is None else str(trace),
             **self._roofline(work, per_step, found, moved),
         }  # fmt: skip

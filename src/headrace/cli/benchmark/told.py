@@ -53,6 +53,9 @@ def _work(work: Found, gpu: bool) -> Iterator[str]:
         early = f"{lane['early'] / 1e6:.1f} M" if lane["early"] else "-"
         yield f"  {name:<9}{lane['busy']:>7.3f} s{100 * lane['share']:>7.1f} %{moved:>16}{updated:>18}{early:>18}"
     yield from _roofline(work)
+    if work["clocks"]:
+        yield ("  in the last step the GPU ran at {sm:.0f} of {sm_most:.0f} MHz and drew {watts:.0f} of "
+               "{watts_most:.0f} W".format(**work["clocks"]))  # fmt: skip
     peaks = work["peaks"]
     card = f" (torch {format_bytes(peaks['device_reserved'])}"
     card += "".join(
