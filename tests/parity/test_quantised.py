@@ -60,21 +60,24 @@ def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
     return OPTIMIZERS[kind](p for p in model.parameters() if p.requires_grad)
 
 
-def plain(family: str, way: str, precision: PrecisionMap, optimizer: str, clip: float | None) -> Trace:
-    key = (family, way, precision, optimizer, clip)
+def plain(family: str, way: str, precision: PrecisionMap, optimizer: str, clip: float | None, device: str) -> Trace:
+    key = (family, way, precision, optimizer, clip, device)
     if key not in _PLAIN:
-        model = decoded(made(family, way), precision.codec)
-        _PLAIN[key] = train_plain(model, optimizer_of(model, optimizer), FAMILIES[family], clip)
+        model = decoded(made(family, way), precision.codec).to(device)
+        move = mover(device)
+        _PLAIN[key] = train_plain(model, optimizer_of(model, optimizer), FAMILIES[family], clip, move=move)
     return _PLAIN[key]
 
 
-def streamed(family: str, way: str, precision: PrecisionMap, case: Case, disk: Path, look: str = "always") -> Trace:
+def streamed(
+    family: str, way: str, precision: PrecisionMap, case: Case, disk: Path, device: str, look: str = "always"
+) -> Trace:
     model = made(family, way)
     options = {**case.options(disk), "quantize": precision}
-    model, driver = headrace.wrap(model, optimizer_of(model, case.optimizer), device="cpu", **options)
+    model, driver = headrace.wrap(model, optimizer_of(model, case.optimizer), device=device, **options)
     with headrace.session(model) as session:
         assert sum(unit.compressed for unit in session.spec.units) >= 2
-        return train_streamed(model, driver, FAMILIES[family], look=look, move=mover("cpu"))
+        return train_streamed(model, driver, FAMILIES[family], look=look, move=mover(device))
 
 
 CHOICES = pairwise({**AXES, "placement": (*PLACEMENTS, ("disk", "host"))})
@@ -82,54 +85,62 @@ CHOICES = pairwise({**AXES, "placement": (*PLACEMENTS, ("disk", "host"))})
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: str(case(dict(choice))))
-def test_equals_plain_training_with_the_decoded_weights(choice: dict[str, Any], way: str, tmp_path: Path) -> None:
+def test_equals_plain_training_with_the_decoded_weights(
+    choice: dict[str, Any], way: str, device: str, tmp_path: Path
+) -> None:
     """Every pair of window, rows, recompute, placement, lanes, clipping, optimizer and place of inputs; four steps with
     single batches, several backward calls and a window. Overlapped equals inline in every bit."""
     chosen = case(dict(choice))
     precision = every("nf4")
-    inline = streamed("llama", way, precision, replace(chosen, overlap=False), tmp_path)
-    check(inline, plain("llama", way, precision, chosen.optimizer, chosen.clip))
+    inline = streamed("llama", way, precision, replace(chosen, overlap=False), tmp_path, device)
+    check(inline, plain("llama", way, precision, chosen.optimizer, chosen.clip, device))
     if chosen.overlap:
-        check_equal(inline, streamed("llama", way, precision, chosen, tmp_path, look="last"))
+        check_equal(inline, streamed("llama", way, precision, chosen, tmp_path, device, look="last"))
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_every_codec(codec: str, tmp_path: Path) -> None:
+def test_every_codec(codec: str, device: str, tmp_path: Path) -> None:
     precision = every(codec)
     for way, weights in (("lora", "disk"), ("half", "host")):
         chosen = Case(window=2, rows=2, weights=weights, state="host", clip=CLIP, optimizer="adamw")
-        check(streamed("llama", way, precision, chosen, tmp_path), plain("llama", way, precision, "adamw", CLIP))
+        check(
+            streamed("llama", way, precision, chosen, tmp_path, device),
+            plain("llama", way, precision, "adamw", CLIP, device),
+        )
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "gpt2", "mixtral", "gemma2", "plain"])
-def test_other_families(family: str, tmp_path: Path) -> None:
+def test_other_families(family: str, device: str, tmp_path: Path) -> None:
     """Tied embeddings, transposed linear layers, fused experts of three dimensions, a model of no library."""
     precision = every("int8")
     chosen = Case(window=2, rows=3, weights="host", clip=CLIP)
-    check(streamed(family, "half", precision, chosen, tmp_path), plain(family, "half", precision, "sgd", CLIP))
+    check(
+        streamed(family, "half", precision, chosen, tmp_path, device),
+        plain(family, "half", precision, "sgd", CLIP, device),
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("overlap", [False, True], ids=["inline", "overlap"])
 @pytest.mark.parametrize("placement", [("host", "host"), ("disk", "disk"), ("device", "host")], ids="-".join)
 def test_bf16_has_the_bits_of_the_resident_module(
-    placement: tuple[str, str], overlap: bool, way: str, tmp_path: Path
+    placement: tuple[str, str], overlap: bool, way: str, device: str, tmp_path: Path
 ) -> None:
     """All rows at once, past the first update; an evaluation in between. Blocks are so wide that the head is one tile
     beside them: hidden gradients of several are rounded elsewhere."""
     precision = every("nf4")
     model = made("wide", way).bfloat16()
-    twin = decoded(model, precision.codec)
+    twin = decoded(model, precision.codec).to(device)
     optimizer = optimizer_of(model, "adamw")
     options = Case(window=1, weights=placement[0], state=placement[1], overlap=overlap).options(tmp_path)
-    model, driver = headrace.wrap(model, optimizer, device="cpu", quantize=precision, **options)
+    model, driver = headrace.wrap(model, optimizer, device=device, quantize=precision, **options)
     with headrace.session(model) as session:
         for number in range(3):
-            batch = token_batch(4, 7, number)
+            batch, aside = (mover(device)(token_batch(*shape)) for shape in ((4, 7, number), (2, 5, 50 + number)))
             losses = []
             for side in (twin, model):
                 with torch.no_grad():
-                    before = logits_loss(side, token_batch(2, 5, 50 + number)).item()
+                    before = logits_loss(side, aside).item()
                 loss = logits_loss(side, batch)
                 loss.backward()
                 losses.append((before, loss.item()))
@@ -137,14 +148,14 @@ def test_bf16_has_the_bits_of_the_resident_module(
             found = gradients(model)
             for name, parameter in twin.named_parameters():
                 if parameter.requires_grad:
-                    assert torch.equal(found[name], parameter.grad.float()), name
+                    assert torch.equal(found[name], parameter.grad.float().cpu()), name
             driver.step()
             driver.zero_grad()
             with torch.no_grad():
                 for name, parameter in twin.named_parameters():
                     parameter.grad = None
                     weight = session.read_weight(name)
-                    assert parameter.requires_grad or torch.equal(parameter, weight), name
+                    assert parameter.requires_grad or torch.equal(parameter.cpu(), weight), name
                     parameter.copy_(weight)
 
 

@@ -38,15 +38,9 @@ def save_pretrained(
     `folder` stay. Raises StoreError when the disk is full or not writable, ModelError for a model that cannot be saved
     this way.
     """
-    if getattr(model, "config", None) is None or not hasattr(model, "all_tied_weights_keys"):
-        lacking = "config" if getattr(model, "config", None) is None else "all_tied_weights_keys"
-        raise ModelError(f"{type(model).__name__} is no transformers model", f"it has no {lacking}",
-                         "Save its state_dict() instead")  # fmt: skip
-    if getattr(model, "_hf_peft_config_loaded", False):
-        raise ModelError("The model carries adapters", f"called {', '.join(getattr(model, 'peft_config', {}))}",
-                         "Save it through peft, or merge the adapters first")  # fmt: skip
+    _refuse_others(model)
     stored, tied = _stored(model)
-    small_files = _config_files(model, tied)
+    beside = _config_files(model, tied)
     groups = _plan_groups(model, stored)
     specs = [
         TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for group in groups for name, tensor in group.saved.items()
@@ -54,8 +48,24 @@ def save_pretrained(
     with ShardWriter(folder, specs, int(max_shard_bytes)) as writer:
         for group in groups:
             _write_group(model, stored, group, read, writer)
-        for name, content in small_files.items():  # complete before the weights become visible
+        for name, content in beside.items():  # complete before the weights become visible
             write_file(Path(folder) / name, content)
+
+
+def small_files(model: Any) -> dict[str, bytes]:
+    """The content of the files beside the weights of a transformers model, by name."""
+    _refuse_others(model)
+    return _config_files(model, _stored(model)[1])
+
+
+def _refuse_others(model: Any) -> None:
+    if getattr(model, "config", None) is None or not hasattr(model, "all_tied_weights_keys"):
+        lacking = "config" if getattr(model, "config", None) is None else "all_tied_weights_keys"
+        raise ModelError(f"{type(model).__name__} is no transformers model", f"it has no {lacking}",
+                         "Save its state_dict() instead")  # fmt: skip
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ModelError("The model carries adapters", f"called {', '.join(getattr(model, 'peft_config', {}))}",
+                         "Save it through peft, or merge the adapters first")  # fmt: skip
 
 
 @dataclass(frozen=True)

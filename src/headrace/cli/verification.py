@@ -23,6 +23,7 @@ from headrace.cli.verify import Request
 from headrace.hardware import limits
 from headrace.model.blocks import find_blocks
 from headrace.model.build import find_folder, read_config
+from headrace.model.quantised import codec_of
 from headrace.session.verify import Run, Verdict, resident_bytes, verify
 
 TIERS = get_args(Tier)
@@ -121,7 +122,8 @@ def _builders(request: Request) -> tuple[Callable[[], nn.Module], Callable[[], n
         from transformers import initialization
 
         source = streamed()
-        if real:
+        packed = any(codec_of(p) is not None for p in source.parameters())  # which transformers does not read
+        if real and not packed:
             folder = find_folder(request.model, config_only=False, code=False)
             plain, info = type(source).from_pretrained(
                 folder, config=source.config, dtype=dtype, output_loading_info=True
@@ -134,6 +136,8 @@ def _builders(request: Request) -> tuple[Callable[[], nn.Module], Callable[[], n
             plain = type(source)._from_config(source.config, dtype=dtype)
             plain.tie_weights()
         plain.load_state_dict(source.state_dict())
+        for name, parameter in plain.named_parameters():
+            parameter.requires_grad_(source.get_parameter(name).requires_grad)
         return plain
 
     return streamed, resident, real

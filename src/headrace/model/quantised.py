@@ -8,6 +8,7 @@ adapters when it is wrapped.
 from __future__ import annotations
 
 import fnmatch
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -56,19 +57,21 @@ class Losses:
     after: int = 0
     errors: dict[str, float] = field(default_factory=dict)
     """Relative L2 distance of the decoded weight from what it was, by name."""
-    codecs: dict[str, int] = field(default_factory=dict)
-    """How many weights each codec stores."""
+    weights: dict[str, tuple[str, int, int]] = field(default_factory=dict)
+    """Codec, bytes before and bytes after of each weight, by name."""
 
     def add(self, entry: Entry, error: float) -> None:
         assert entry.codec is not None
-        self.before += entry.numel * itemsize(entry.dtype)
-        self.after += codec_named(entry.codec).nbytes(entry.shape)
+        before, after = entry.numel * itemsize(entry.dtype), codec_named(entry.codec).nbytes(entry.shape)
+        self.before += before
+        self.after += after
         self.errors[entry.name] = error
-        self.codecs[entry.codec] = self.codecs.get(entry.codec, 0) + 1
+        self.weights[entry.name] = entry.codec, before, after
 
     def tell(self, events: EventLog) -> None:
         if self.errors:
-            what = ", ".join(f"{count} matrices as {codec}" for codec, count in self.codecs.items())
+            counts = Counter(codec for codec, _, _ in self.weights.values())
+            what = ", ".join(f"{count} matrices as {codec}" for codec, count in counts.items())
             worst = max(self.errors, key=lambda name: self.errors[name])
             events.add("quantize", f"frozen weights are stored compressed: {what}", before=format_bytes(self.before),
                        after=format_bytes(self.after), worst_error=f"{self.errors[worst]:.4f}", of=worst)  # fmt: skip
@@ -177,17 +180,19 @@ class PackedHome:
         """A copy of the parameter, packed too."""
         entry = self.entry
         parameter = nn.Parameter(placeholder(entry.shape, getattr(torch, entry.dtype)), requires_grad=False)
-        _park(parameter, PackedHome(entry, self.packed.clone(), self.error))
+        park_packed(parameter, PackedHome(entry, self.packed.clone(), self.error))
         return parameter
 
 
-def _park(parameter: nn.Parameter, home: PackedHome) -> None:
+def park_packed(parameter: nn.Parameter, home: PackedHome) -> None:
+    """Let the parameter, frozen, live in `home`."""
     parameter.requires_grad_(False)
     park(parameter, home, home.entry.name)
     setattr(parameter, CODEC, home.entry.codec)
 
 
-def _entry(parameter: nn.Parameter, name: str, codec: str) -> Entry:
+def entry_of(parameter: nn.Parameter, name: str, codec: str) -> Entry:
+    """The parameter as an entry that `codec` stores."""
     return Entry(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."), False, codec=codec)
 
 
@@ -196,7 +201,7 @@ def as_stored(parameter: nn.Parameter, name: str, value: Tensor) -> Tensor:
     codec = codec_of(parameter)
     if codec is None:
         return value
-    entry = _entry(parameter, name, codec)
+    entry = entry_of(parameter, name, codec)
     return unpack(entry, pack(entry, value))
 
 
@@ -230,10 +235,10 @@ def quantize_model(model: Any, codec: str | PrecisionMap, blocks: Any = None, bl
         if chosen is not None:
             value = candidate.parameter.detach()
             value = value.plain() if isinstance(value, WeightValue) else value
-            entry = _entry(candidate.parameter, candidate.name, chosen)
+            entry = entry_of(candidate.parameter, candidate.name, chosen)
             packed = pack(entry, value)
             home = PackedHome(entry, packed, error_of(entry, value, packed))
-            _park(candidate.parameter, home)
+            park_packed(candidate.parameter, home)
             losses.add(entry, home.error)
     losses.tell(EventLog())
     return model

@@ -46,9 +46,13 @@ class SourceHome:
     def read(self, parameter: nn.Parameter) -> Tensor:
         """A fresh tensor with the value, in the parameter's shape and dtype; or what the codec makes of it that the
         parameter is marked with."""
+        return as_stored(parameter, self.name, self.original(parameter))
+
+    def original(self, parameter: nn.Parameter) -> Tensor:
+        """A fresh tensor with what the source holds."""
         value = torch.empty(parameter.shape, dtype=parameter.dtype)
         self.source.read_into(self.name, value)
-        return as_stored(parameter, self.name, value)
+        return value
 
     def write(self, parameter: nn.Parameter, value: Tensor) -> NoReturn:
         raise ModelError(

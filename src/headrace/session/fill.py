@@ -90,7 +90,7 @@ def _way_back(
         park(parameter, home, label, own_dtype(parameter))
         forget(parameter)
 
-    if isinstance(home, PackedHome):
+    if type(home) is PackedHome:
         entry, error = home.entry, home.error
         del home  # its bytes are in the stores, and need not be in memory twice
         return lambda: to(PackedHome(entry, values.read_packed(name).clone(), error))
