@@ -145,8 +145,6 @@ class World:
             return [(source,) if source else self._weights(unit)], [place]
         if op.verb == "SEND" and op.region == "input":
             return [("hidden", op.visit)], [("input", op.visit)]
-        if op.verb == "SEND" and unit < 0:
-            return [("rows", op.visit)], [("sent rows", op.visit)]
         if op.verb == "SEND":
             own = [("resident", unit), ("r",)] if source == "r" else [(source,)]
             into: list[tuple[object, ...]] = [("grads", unit)] if target[:1] in "-q" else []  # q: the ledger's entry
@@ -157,7 +155,7 @@ class World:
         if op.verb == "ADD":
             if unit < 0:
                 tiles = self.spec.matrices[int(op.place[1:])].tiles
-                return [("sent rows", op.visit)], [("grads", tile) for tile in tiles]
+                return [("rows", op.visit)], [("grads", tile) for tile in tiles]
             return [(op.place,)], [("grads", unit)]
         if op.verb == "NORM":
             return [("grads", u) for u in sorted(self.held_at_norm())], []

@@ -27,6 +27,7 @@ MUST_WAIT: dict[str, set[str]] = {
     "token ids go to the host, where the rows of the embedding are gathered": {"executor/embedding.py:of"},
     "rows are gathered by the CPU, after updates on the device": {"executor/embedding.py:embed",
                                                                   "executor/executor.py:reach"},
+    "and in pieces, each in the place of another": {"executor/embedding.py:embed", "executor/embedding.py:gather"},
     "and so before their gradients are sent": {"executor/embedding.py:backward", "executor/executor.py:reach"},
     "transformers looks for packed rows once for each forward": {"transformers/masking_utils.py:create_causal_mask"},
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 
 import headrace
 from against_plain import assert_close, gradients, hf_loss, llama, sgd, streamed
+from headrace.spec import footprint
+from headrace.spec.placement import Placement
 
 DEVICE = {"weights": "device", "state": "device"}
 
@@ -78,3 +81,37 @@ def norm_of(model: Any) -> float:
 
 def weights(model: Any) -> dict[str, torch.Tensor]:
     return {name: value.detach().float().cpu() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "inline"])
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_in_pieces_have_the_same_bits(
+    tied: bool, tier: str, overlap: bool, dtype: torch.dtype, tmp_path: Any, monkeypatch: pytest.MonkeyPatch,
+    device: str,
+) -> None:  # fmt: skip
+    """As a GPU takes them, one or two rows at a time, against all rows at once: windows, tiles, rows come and go."""
+    monkeypatch.setattr(footprint, "ROW_PIECE", 1)  # then one row of gradients, two of bf16 weights
+    found = []
+    for staged in (False, True):
+        stage = lambda *given, now=staged, **named: Placement(*given, **{**named, "staged": now})
+        if device == "cpu":
+            monkeypatch.setattr(importlib.import_module("headrace.session.wrap"), "Placement", stage)
+        else:
+            monkeypatch.setattr(footprint, "ROW_PIECE", 1 if staged else 1 << 20)
+        plain = llama(2, dtype, tie_word_embeddings=tied, hidden_size=32)
+        folder = tmp_path / str(staged)
+        options = {"placement": {"weights": tier, "state": tier}, "disk_dir": folder, "max_grad_norm": 0.3}
+        with streamed(plain.to(device), overlap=overlap, accumulation=2, device=device, **options) as (ours, optimizer):
+            assert ("e0" in headrace.session(ours)._stream.regions.places) == (staged or device != "cpu")
+            norms = []
+            for step in ([ids(1, 2, 3), ids(200, 3, 2)], [ids(5, 5, 5), ids(1, 256, 0)], [ids(1, 2, 3), ids(90, 2, 1)]):
+                parts = [part.to(device) for part in step]
+                headrace.accumulate(lambda part, ours=ours: hf_loss(ours, part) / 2, parts).backward()
+                optimizer.step()
+                norms.append(optimizer.last_grad_norm)
+                optimizer.zero_grad()
+            found.append((norms, {name: value.cpu() for name, value in ours.state_dict().items()}))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-12)
+    assert all(torch.equal(found[1][1][name], value) for name, value in found[0][1].items())

@@ -15,6 +15,7 @@ from headrace.executor.device_updates import DeviceUpdates
 from headrace.executor.executor import Notes
 from headrace.executor.guesses import Guesses
 from headrace.executor.inputs import InputStore
+from headrace.executor.row_gradients import RowGradients
 from headrace.kernels import ops
 from headrace.optim.ledger import Arrival, Ledger, Verdict
 from headrace.optim.rules import Call, Hyper, Rule
@@ -63,10 +64,12 @@ class Actions:
     """Why the weights can no longer be trusted."""
     guard: Guard | None = None
     on_device: DeviceUpdates = field(init=False)
+    rows: RowGradients = field(init=False)
     guesses: Guesses = field(default_factory=Guesses)
 
     def __post_init__(self) -> None:
         self.on_device = DeviceUpdates(self.regions)
+        self.rows = RowGradients(self.regions, self.ledger, self._note_sent)
 
     def __call__(self, op: Op, notes: Notes) -> torch.cuda.Event | None:
         """Run an op. Returns the event of its end when that is not on the current stream."""
@@ -111,10 +114,6 @@ class Actions:
         if op.region == "input":
             self.traffic.to_host += self.inputs.send(notes["inputs"], op.visit)
             return
-        if op.unit < 0:
-            index, rows = notes[op.visit]
-            notes[op.visit] = (index, self._rows_to_host(int(op.place[1:]), rows))
-            return
         unit = self.regions.spec.units[op.unit]
         source, target = op.place.split(">")
         arrival: Arrival = notes[op.visit if op.visit >= 0 else ("rest", op.unit)]
@@ -132,15 +131,8 @@ class Actions:
         home[:nbytes].copy_(self.regions.places[source][:nbytes], non_blocking=True)
         self.traffic.to_host += nbytes
 
-    def _rows_to_host(self, matrix_index: int, rows: Tensor) -> Tensor:
-        homes = [self.regions.home(tile, "grads") for tile in self.regions.spec.matrices[matrix_index].tiles]
-        if not rows.is_cuda or all(home is not None and home.is_cuda for home in homes):
-            return rows
-        host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
-        host.copy_(rows, non_blocking=True)
-        rows.record_stream(torch.cuda.current_stream(rows.device))
-        self.traffic.to_host += rows.nbytes
-        return host
+    def _note_sent(self, nbytes: int) -> None:
+        self.traffic.to_host += nbytes
 
     def _free(self, op: Op, notes: Notes) -> None:
         if self.poison:
@@ -149,7 +141,7 @@ class Actions:
 
     def _add(self, op: Op, notes: Notes) -> None:
         if op.unit < 0:
-            self._add_rows(int(op.place[1:]), *notes[op.visit])
+            self.rows.add(int(op.place[1:]), *notes[op.visit])
             return
         unit, arrival = self.regions.spec.units[op.unit], notes[op.visit]
         home = self.regions.home(op.unit, "grads")
@@ -157,35 +149,6 @@ class Actions:
         first = self.ledger.arrive(op.unit, arrival.present)
         stage = self.regions.places[op.place]
         self.ledger.note_square(op.unit, add_region(unit, home, stage[: unit.sent.nbytes], first))
-
-    def _add_rows(self, matrix_index: int, index: Tensor, rows: Tensor) -> None:
-        """Add the gradient of an embedding's rows: index (U,) sorted unique int64, rows (U, H) fp32."""
-        matrix = self.regions.spec.matrices[matrix_index]
-        if rows.is_cuda:  # they come from the stream that computes
-            rows.record_stream(torch.cuda.current_stream(rows.device))
-        for tile in matrix.tiles:
-            unit = self.regions.spec.units[tile]
-            home = self.regions.home(tile, "grads")
-            if home is None or not unit.trained.entries:
-                continue
-            first_row, count = unit.weights.entries[0].first_row or 0, unit.weights.entries[0].shape[0]
-            start, stop = torch.searchsorted(index, torch.tensor([first_row, first_row + count])).tolist()
-            local = (index[start:stop] - first_row).to(home.device)
-            self._add_to_tile(tile, typed(home, unit.grads)[0], local, rows[start:stop].to(home.device))
-
-    def _add_to_tile(self, tile: int, total: Tensor, index: Tensor, rows: Tensor) -> None:
-        """total[index] += rows. Only these rows are touched: the end of the backward waits for it."""
-        left, known = self.ledger.sparse.get(tile), tile in self.ledger.known
-        square = float(self.ledger.squares[tile]) if known else 0.0
-        first = self.ledger.arrive(tile, [True])
-        if first:
-            total.zero_() if left is None else total.index_fill_(0, left, 0.0)
-            square = 0.0
-            self.ledger.sparse[tile] = index
-        elif left is not None:
-            self.ledger.sparse[tile] = torch.cat([left, index]).unique()
-        square += float(ops.add_rows_(total, index, rows))
-        self.ledger.note_square(tile, max(square, 0.0) if first or known else None)
 
     def _norm(self, op: Op, notes: Notes) -> None:
         for unit, square in squares_of(self.regions, sorted(self.ledger.arrived - self.ledger.known)).items():

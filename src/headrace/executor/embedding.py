@@ -12,12 +12,14 @@ from torch.autograd.function import once_differentiable
 
 from headrace.base.errors import DataError
 from headrace.executor.passes import Pass
+from headrace.executor.row_gradients import copied
 from headrace.executor.stream import Stream
 from headrace.executor.window import meet
 from headrace.model.anchor import Anchor
 from headrace.model.parked import leased
 from headrace.model.surroundings import Autocast
 from headrace.schedule.build import ROWS
+from headrace.spec.model import Matrix
 from headrace.spec.placement import DEVICE, DISK
 from headrace.store.regions import DTYPES, Regions, typed
 
@@ -123,29 +125,49 @@ def _refuse(ids: Sequence[Tensor], count: int, name: str) -> None:
 def gather(regions: Regions, matrix_index: int, index: Tensor) -> Tensor:
     """Rows of a matrix on the device, (U, H), from wherever its tiles live. `index`: (U,) int64, sorted, on the CPU."""
     matrix = regions.spec.matrices[matrix_index]
-    dtype = DTYPES[matrix.dtype]
     on_device = all(regions.placement.weights[tile] == DEVICE for tile in matrix.tiles)
-    where = regions.device if on_device else torch.device("cpu")
-    pin = regions.device.type == "cuda" and not on_device
-    out = torch.empty(index.numel(), matrix.columns, dtype=dtype, device=where, pin_memory=pin)
+    out = torch.empty(index.numel(), matrix.columns, dtype=DTYPES[matrix.dtype], device=regions.device)
+    if on_device or "e0" not in regions.places:
+        _fill(regions, matrix, index, out)
+        return out
+    places = [regions.places[name].view(out.dtype) for name in ("e0", "e1")]
+    free: list[torch.cuda.Event | None] = [None, None]
+    size = places[0].numel() // matrix.columns
+    for number, start in enumerate(range(0, index.numel(), size)):
+        part = index[start : start + size]
+        place = places[number % 2][: part.numel() * matrix.columns].view(part.numel(), matrix.columns)
+        _settled(free[number % 2])
+        _fill(regions, matrix, part, place)
+        out[start : start + size].copy_(place, non_blocking=True)
+        free[number % 2] = copied(regions.device)
+    for event in free:  # the places are the next call's
+        _settled(event)
+    return out
+
+
+def _settled(event: torch.cuda.Event | None) -> None:
+    if event is not None:
+        event.synchronize()
+
+
+def _fill(regions: Regions, matrix: Matrix, index: Tensor, out: Tensor) -> None:
+    """The rows `index` of the matrix, into `out` beside them."""
     for tile in matrix.tiles:
         entry = regions.spec.units[tile].weights.entries[0]
         first = entry.first_row or 0
         start, stop = torch.searchsorted(index, torch.tensor([first, first + entry.shape[0]])).tolist()
         if stop == start:
             continue
-        local = index[start:stop] - first
-        if on_device:
+        local, rows = index[start:stop] - first, out[start:stop]
+        if regions.placement.weights[tile] == DEVICE:
             source = typed(regions.resident(tile), regions.spec.units[tile].weights)[0]
-            torch.index_select(source, 0, local.to(where), out=out[start:stop])
+            rows.copy_(source.index_select(0, local.to(source.device)))
         elif regions.placement.home(tile) == DISK:
-            bytes_ = out[start:stop].view(torch.uint8)
-            regions.read_rows(tile, matrix.row_bytes, local.tolist(), bytes_)
+            regions.read_rows(tile, matrix.row_bytes, local.tolist(), rows.view(torch.uint8))
         else:
             home = regions.home(tile, "weights")
             assert home is not None
-            torch.index_select(typed(home, regions.spec.units[tile].weights)[0], 0, local, out=out[start:stop])
-    return out.to(regions.device, non_blocking=True)
+            torch.index_select(typed(home, regions.spec.units[tile].weights)[0], 0, local, out=rows)
 
 
 def _run(taken: TakenEmbedding, rows: Rows, weight: Tensor, positions: Tensor) -> Tensor:

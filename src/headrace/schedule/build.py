@@ -193,8 +193,7 @@ def backward(
             build.add("BACKWARD", "-", -1, where, "compute", waits, [f"backward:v{number}"], number)
             if trained:
                 place, gives = f"m{visit.unit}", [f"grads:u{tile}" for tile in tiles]
-                build.add("SEND", "grads", -1, place, "d2h", [f"backward:v{number}"], [f"sent:v{number}"], number)
-                waits = [f"sent:v{number}", *gives, *(f"updated:u{tile}" for tile in tiles)]
+                waits = [f"backward:v{number}", *gives, *(f"updated:u{tile}" for tile in tiles)]
                 build.add("ADD", "grads", -1, place, "host", waits, gives, number)
                 contributed.update(tiles)
         else:

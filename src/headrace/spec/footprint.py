@@ -11,6 +11,10 @@ from headrace.spec.placement import DEVICE, DISK, HOST, Placement
 PAGE = 4096
 ALIGNMENT = 256
 """Where tensors inside a place begin."""
+ROW_PIECE = 16 << 20
+"""Bytes of an embedding's rows that the link carries at a time: with fewer it would be slower."""
+ROW_PIECES = 4
+"""Places for them: two for weights on their way up, two for gradients on their way down."""
 
 
 def round_up(nbytes: int, step: int = PAGE) -> int:
@@ -55,6 +59,14 @@ def passes_device(unit: Unit, placement: Placement) -> bool:
     """Its update runs on the device while its state lives in host memory."""
     index = unit.index
     return bool(unit.trained.entries) and placement.state[index] == HOST and placement.updated_on(index) == DEVICE
+
+
+def row_piece_bytes(spec: ModelSpec, placement: Placement) -> int:
+    """One place for rows of an embedding on their way between host and device; 0 where they need none."""
+    tiles = [tile for matrix in spec.matrices for tile in matrix.tiles]
+    away = any(placement.weights[tile] != DEVICE or placement.state[tile] != DEVICE for tile in tiles)
+    widest = max((4 * matrix.columns for matrix in spec.matrices), default=0)
+    return max(ROW_PIECE, widest) if placement.staged and away else 0
 
 
 def log_bytes(unit: Unit) -> int:
@@ -161,6 +173,7 @@ def footprint(spec: ModelSpec, placement: Placement) -> Footprint:
         host["logs"] = placement.logs * round_up(log_place_bytes(spec, placement))
     host["grads"] += placement.ring * round_up(ring_bytes(spec, placement))
     host["stages"] += send * placement.grad_slots  # where gradients to be added arrive
+    host["stages"] += ROW_PIECES * row_piece_bytes(spec, placement)
     host["stages"] += placement.update_slots * max((stage_bytes(unit, placement) for unit in units), default=0)
     guard = guard_bytes(spec, placement)
     if guard.weights:

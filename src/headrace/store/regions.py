@@ -17,6 +17,7 @@ from headrace.base.events import EventLog
 from headrace.base.units import format_bytes
 from headrace.codec.entries import unpack_into
 from headrace.spec.footprint import (
+    ROW_PIECES,
     Footprint,
     decoded_bytes,
     footprint,
@@ -27,6 +28,7 @@ from headrace.spec.footprint import (
     piece_bytes,
     ring_bytes,
     round_up,
+    row_piece_bytes,
     stage_bytes,
     total_bytes,
 )
@@ -71,9 +73,9 @@ class Regions:
         self._extra: list[HostArena] = []
         self.places: dict[str, Tensor] = {}
         """Slots s0.., host stages h0.., gradient slots g0.., places of updates on the device d0.., arrival stages a0..,
-        update stages u0.., logs of guesses l0.., the fp32 buffer `total`, decoded weights `decoded`, the rest's
-        gradients on the device `r`, its weights as the device has them `rest`; and for the check of one block `check
-        weights`, `check grads`, and `check stage` for what comes from the disk."""
+        update stages u0.., rows of an embedding e0.., logs of guesses l0.., the fp32 buffer `total`, decoded weights
+        `decoded`, the rest's gradients on the device `r`, its weights as the device has them `rest`; and for the check
+        of one block `check weights`, `check grads`, and `check stage` for what comes from the disk."""
         device_parts: list[tuple[Callable[[Tensor], None], int]] = []
         host_parts: list[tuple[Callable[[Tensor], None], int]] = []
         disk_bytes = self._plan_homes(device_parts, host_parts)
@@ -124,6 +126,7 @@ class Regions:
         staged = placement.staged and any(placement.home(unit.index) == DISK for unit in streaming)
         guard = guard_bytes(spec, placement)
         passing = any(passes_device(unit, placement) for unit in spec.units)
+        piece = row_piece_bytes(spec, placement)
         for kind, nbytes, count, parts in (
             ("s", slot, placement.slots, device_parts),
             ("decoded", decoded_bytes(spec), 1, device_parts),
@@ -135,6 +138,7 @@ class Regions:
             ("l", log_place_bytes(spec, placement), placement.logs, host_parts),
             ("q", ring_bytes(spec, placement), placement.ring, host_parts),
             ("u", stage, placement.update_slots, host_parts),
+            ("e", piece, ROW_PIECES if piece else 0, host_parts),
             ("check weights", guard.weights, 1, device_parts),
             ("check grads", guard.grads, 1, host_parts),
             ("check stage", guard.stage, 1, host_parts),
