@@ -4,34 +4,22 @@ from __future__ import annotations
 
 import copy
 import itertools
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import headrace
+from adapted import all_adapters, blocks, lora, loss_of
 from against_plain import adamw, assert_close, assert_equal, batch, gradients, hf_loss, llama, sgd, streamed, weights
 from headrace.kernels import ops
 from headrace.model import compiled, resident
-from headrace.spec.model import BLOCK, REST
 from parity.test_compile import Graphs, ahead
 from side_by_side import side_by_side
 
-peft = pytest.importorskip("peft")
-
-ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    """peft warns of ties and of flags that transformers renamed."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="peft|transformers")
-        yield
+pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore::FutureWarning:transformers")
 
 
 @pytest.fixture
@@ -41,138 +29,6 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     torch.compiler.reset()
     monkeypatch.setattr(compiled, "lower", ahead(made))
     return made
-
-
-def lora(model: Any, name: str = "default", seed: int = 1, **options: Any) -> Any:
-    """`model` with adapters whose every tensor has values of its own: a B of zeros gives A no gradient."""
-    torch.manual_seed(seed)
-    cast = {"autocast_adapter_dtype": not options.pop("narrow", False)}
-    given = {"r": 4, "lora_alpha": 12, "target_modules": ALL, "task_type": "CAUSAL_LM", **options}
-    config = peft.LoraConfig(**given)
-    if isinstance(model, peft.PeftModel):
-        model.add_adapter(name, config, **cast)
-    else:
-        model = peft.get_peft_model(model, config, adapter_name=name, **cast)
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if f".{name}" in parameter_name:
-                parameter.add_(0.02 * torch.randn(parameter.shape))
-    return model
-
-
-def loss_of(seed: int, rows: int = 3, length: int = 9) -> Any:
-    """A loss of one batch, whose dropout draws the same in both models."""
-
-    def loss(net: Any) -> Tensor:
-        torch.manual_seed(seed)
-        return hf_loss(net, batch(rows, length, seed, 257))
-
-    return loss
-
-
-def blocks(model: Any) -> list[Any]:
-    return [unit for unit in headrace.session(model).spec.units if unit.kind == BLOCK]
-
-
-def rest(model: Any) -> Any:
-    (unit,) = [unit for unit in headrace.session(model).spec.units if unit.kind == REST]
-    return unit
-
-
-# -- where adapters live ----------------------------------------------------------------------------------------------
-
-
-def test_nothing_of_a_frozen_block_is_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its backward only loads it. Adapters are updated where they are used, all those of a group in one call, and their
-    squares are summed in one."""
-    model = lora(llama(4))
-    count = sum(p.requires_grad for p in model.parameters())
-    calls: list[str] = []
-    for name in ("adamw_", "sum_squares"):
-        original = getattr(ops, name)
-        monkeypatch.setattr(ops, name, lambda *a, _n=name, _f=original, **k: (calls.append(_n), _f(*a, **k))[1])
-    placement = {"weights": "disk", "state": "disk"}
-    with streamed(model, adamw, placement=placement, disk_dir=tmp_path, max_grad_norm=0.1) as (ours, driver):
-        session = headrace.session(ours)
-        before = headrace.memory_report(ours)
-        assert all(not unit.trained.entries for unit in blocks(ours))
-        assert len(rest(ours).trained.entries) == count == 4 * 7 * 2
-        assert {op.verb for op in session.program("backward").ops if op.unit >= 0} <= {
-            "READ", "LOAD", "FREE", "FORWARD", "BACKWARD", "LOSS"}  # fmt: skip
-        updates = [op for op in session.program("update").ops if op.unit >= 0]
-        assert [(op.verb, op.lane) for op in updates] == [("UPDATE", "device")]
-        for step in range(3):
-            loss_of(step)(ours).backward()
-            driver.step()
-            driver.zero_grad()
-            session.wait()
-            assert calls == ["sum_squares", "adamw_"] * (step + 1)
-        report = headrace.memory_report(ours)
-        assert report["host"]["state"] == report["host"]["grads"] == report["disk"]["state"] == 0
-        assert report["link"]["to_host"] == 0 and report["disk"]["written"] == before["disk"]["written"]
-        (told,) = [event for event in session.events if event.kind == "resident"]
-        assert dict(told.numbers)["tensors"] == count
-
-
-LARGE: dict[str, Any] = {"a copied MLP": {"modules_to_save": ["mlp"]}, "no adapters": None, "one block": None}
-
-
-@pytest.mark.parametrize("kind", LARGE)
-def test_what_is_large_beside_its_block_streams(kind: str) -> None:
-    """Full fine-tuning with some frozen parts is as it was."""
-    model = llama(3)
-    if kind == "a copied MLP":
-        model = lora(model, target_modules=["q_proj"], **LARGE[kind])
-    elif kind == "no adapters":
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("self_attn" in name)
-    else:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("layers.1." in name)
-    with side_by_side(model, adamw) as pair:
-        for step in range(2):
-            pair.step(loss_of(step))
-        assert any(unit.trained.entries for unit in blocks(pair.ours))
-        assert not rest(pair.ours).trained.entries
-        assert not [event for event in headrace.session(pair.ours).events if event.kind == "resident"]
-        assert headrace.memory_report(pair.ours)["device"]["state"] == 0
-
-
-def test_small_parameters_stay_without_adapters() -> None:
-    """Gains of norms beside frozen matrices."""
-    model = llama(3)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("norm" in name)
-    with side_by_side(model, adamw) as pair:
-        for step in range(3):
-            pair.step(loss_of(step))
-        pair.same_state()
-        assert len(rest(pair.ours).trained.entries) == 3 * 2 + 1
-        assert all(not unit.trained.entries for unit in blocks(pair.ours))
-
-
-def test_adapters_beyond_a_quarter_of_the_device_stream() -> None:
-    """The event has the numbers."""
-    model = lora(llama(3), r=64)
-    with side_by_side(model, adamw, device_memory="4MiB") as pair:
-        (told,) = [event for event in headrace.session(pair.ours).events if event.kind == "resident"]
-        assert "more than 25% of 4.0 MiB" in str(told)
-        assert all(unit.trained.entries for unit in blocks(pair.ours))
-        for step in range(2):
-            pair.step(loss_of(step))
-        pair.same_state()
-
-
-@pytest.mark.parametrize("where", ["host", "disk"])
-def test_their_state_goes_where_it_is_asked_for(where: str, tmp_path: Path) -> None:
-    """By the name of the unit."""
-    placement = {"weights": "host", "state": {"*": "host", "rest": where}}
-    with side_by_side(lora(llama(3)), adamw, placement=placement, disk_dir=tmp_path) as pair:
-        report = headrace.memory_report(pair.ours)
-        assert report["device"]["state"] == 0 < report[where]["state"]
-        for step in range(3):
-            pair.step(loss_of(step))
-        pair.same_state()
 
 
 # -- the same training ------------------------------------------------------------------------------------------------
@@ -254,12 +110,6 @@ def several() -> Any:
     lora(model, "b", seed=2, target_modules=["q_proj", "down_proj"], lora_dropout=0.2)
     lora(model, "c", seed=3, target_modules=["v_proj"], use_dora=True)
     return model
-
-
-def all_adapters(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    """Over the adapters in use and those that are not."""
-    chosen = [p for name, p in model.named_parameters() if "lora_" in name]
-    return torch.optim.AdamW(chosen, lr=1e-2, eps=1e-3, **options)
 
 
 TURNS: list[Any] = ["a", "b", "b", "c", ["a", "b"], "a", "c"]

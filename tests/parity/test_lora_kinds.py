@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from adapted import blocks, lora, loss_of, plain_loss_of
 from against_plain import adamw, assert_equal, batch, gpt2, gradients, hf_loss, llama, streamed, weights
 from faults.test_reports_adapters import EXPERTS
 from faults.test_reports_families import build
-from parity.test_lora import _quiet, blocks, lora, loss_of  # noqa: F401
 from side_by_side import side_by_side
 
 peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore::FutureWarning:transformers")
 
 EXPERT_PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 KINDS: dict[str, dict[str, Any]] = {
@@ -84,7 +85,7 @@ def test_bf16(kind: str, narrow: bool) -> None:
         check_kind(model, kind, ours)
         for step in range(3):
             for net in (plain, ours):
-                loss_of(step)(net).backward()
+                plain_loss_of(step)(net).backward()
             own = {n: p.grad.float() for n, p in plain.named_parameters() if p.grad is not None}
             found = gradients(ours)
             if kind in ("embedding saved", "head saved", "both, with magnitudes"):
@@ -107,7 +108,7 @@ def test_under_autocast(kind: str) -> None:
         for step in range(2):
             for net in (plain, ours):
                 with torch.autocast("cpu", torch.bfloat16):
-                    loss = loss_of(step)(net)
+                    loss = plain_loss_of(step)(net)
                 loss.backward()
             own = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
             assert_equal({n: gradients(ours)[n] for n in own}, own)

@@ -75,7 +75,7 @@ class Stream:
         self._predicted = {True: predicted, False: [v for v in predicted if v.kind != TILE]}
         self._pass: Pass | None = None
         self._walk: Walk | None = None
-        self._backward: Pass | None = None
+        self.backward_of: Pass | None = None
         self._task = -1
         """Autograd's number of the backward under way."""
         self._early_notes: dict[str, Any] | None = None
@@ -203,7 +203,7 @@ class Stream:
 
     def _arrive(self, unit: int, kind: str, training: bool) -> Walk:
         """The walk whose next compute op is this visit."""
-        if self._backward is not None:
+        if self.backward_of is not None:
             self.roots.check_backward()
             self.abandon()
         current, root = self._pass, self.roots.forward()
@@ -276,9 +276,9 @@ class Stream:
         task = torch._C._current_graph_task_id()
         if self._task != task:
             self.roots.check_backward()
-        if self._task != task or self._backward is not pass_:
+        if self._task != task or self.backward_of is not pass_:
             self.weights_wanted = pass_.weights_wanted()
-        if self._backward is None:  # it begins, or goes on after a checkpoint ran its forward again
+        if self.backward_of is None:  # it begins, or goes on after a checkpoint ran its forward again
             self._end_forward()
         elif self._task != task:  # an earlier backward ended in an error
             self.abandon()
@@ -291,14 +291,14 @@ class Stream:
             self.begun()
             if self.weights_wanted:
                 self._early_notes = self.early(pass_) if len(self._live) == 1 else None
-            self.roots.begin_backward(self._end_backward)
-        if self._walk is not None and self._backward is pass_:
+            self.roots.begin_backward(self.end_backward)
+        if self._walk is not None and self.backward_of is pass_:
             expected = self._walk.expected
             if expected is not None and expected.visit == number:
                 return self._walk
         if self._walk is not None:
             self._abandon_walk()
-        self._backward = pass_
+        self.backward_of = pass_
         visits = pass_.visits[: number + 1]
         if self.weights_wanted:
             self._hold(visits)
@@ -354,13 +354,13 @@ class Stream:
         """The position of the forward visit under way."""
         return len(self.current.visits) - 1
 
-    def _end_backward(self) -> None:
-        """Autograd calls this when the whole backward is over."""
+    def end_backward(self) -> None:
+        """The whole backward is over."""
         if self._walk is not None:
             self._abandon_walk()
-        if self._backward is not None and self.weights_wanted:
-            self._live.discard(self._backward)
-        self._backward = None
+        if self.backward_of is not None and self.weights_wanted:
+            self._live.discard(self.backward_of)
+        self.backward_of = None
         for unit in self.spec.units:
             if unit.kind == REST and any(self.sink.rest_present):
                 self.held.add(unit.index)
@@ -388,7 +388,7 @@ class Stream:
 
     def settle(self) -> None:
         """Give up a backward that an error has ended, whose other ops will never run."""
-        if self._backward is not None and not self.roots.in_backward():
+        if self.backward_of is not None and not self.roots.in_backward():
             self.abandon()
         self.looked()
 
@@ -396,5 +396,5 @@ class Stream:
         """Give up whatever pass is under way; the next call starts afresh."""
         if self._walk is not None:
             self._abandon_walk()
-        self._backward = None
+        self.backward_of = None
         self._pass = None

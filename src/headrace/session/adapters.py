@@ -38,6 +38,13 @@ def tell_trained(model: nn.Module, trained: Container[int], events: EventLog) ->
                    elements=sum(p.numel() for _, p in chosen), of=sum(p.numel() for _, p in named))  # fmt: skip
 
 
+def copy_in_use(module: Any) -> Any:
+    """A module, or of one that peft has copied (`modules_to_save`) the copy that is called."""
+    copies = getattr(module, "modules_to_save", None)
+    active = getattr(module, "active_adapters", [])
+    return copies[active[0]] if copies is not None and len(active) == 1 and active[0] in copies else module
+
+
 def guard_adapters(model: Any, events: EventLog, undo: list[Callable[[], None]]) -> None:
     """For a model with adapters: let `save_pretrained` read them alone, and refuse merges that peft does wrong."""
     if not hasattr(model, "peft_config"):

@@ -18,12 +18,13 @@ from headrace.executor.stream import Stream
 from headrace.executor.taken import Taken, TakenBlock, TakenEmbeddingCall, TakenHeadCall
 from headrace.loss.fused import fused_loss, is_causal_lm_loss
 from headrace.model.compiled import Compiler
+from headrace.model.lora import fuse
 from headrace.model.norms import take_norms
 from headrace.model.parked import WeightValue, watch_inputs
 from headrace.model.side import hooked_parts
 from headrace.model.units import Anatomy
 from headrace.model.visit import Block
-from headrace.session.adapters import guard_adapters
+from headrace.session.adapters import copy_in_use, guard_adapters
 from headrace.session.guard import attach, guard
 
 
@@ -33,6 +34,7 @@ def install(
     """Take over the calls of blocks, embeddings and heads; watch gradients; guard what would copy the model."""
     watch_inputs()
     taken: list[Taken] = []
+    fuse(anatomy.blocks.values(), stream.device, stream.events, undo)
     compiler = Compiler(stream.device, stream.tell_once, stream.recompute)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(stream.device)
@@ -95,12 +97,13 @@ def _has_hooks(block: nn.Module, stream: Stream) -> bool:
 
 def _take_loss(model: nn.Module, heads: list[TakenHeadCall], stream: Stream, undo: list[Callable[[], None]]) -> None:
     """The causal loss of a Hugging Face model is computed from the head's tiles, without logits."""
-    get_head = getattr(model, "get_output_embeddings", None)
-    output = get_head() if callable(get_head) else None
-    head = next((call for call in heads if call.module is output), None)
-    original = getattr(model, "loss_function", None)
+    holder: Any = next((part for part in model.modules() if hasattr(type(part), "loss_function")), model)
+    original = getattr(holder, "loss_function", None)
     if original is None:
         return
+    get_head = getattr(holder, "get_output_embeddings", None)
+    output = copy_in_use(get_head()) if callable(get_head) else None
+    head = next((call for call in heads if call.module is output), None)
     if head is None or not is_causal_lm_loss(original):
         reason = "its head does not stream in tiles" if head is None else "its loss is not the causal one"
         stream.events.add("loss", f"the model's own loss runs on full logits: {reason}")
@@ -110,13 +113,13 @@ def _take_loss(model: nn.Module, heads: list[TakenHeadCall], stream: Stream, und
     replaced = torch.compiler.disable(
         fused_loss(original, head.loss, lambda reason: stream.tell_once("loss", "loss", fallback + reason))
     )
-    before = model.__dict__.get("_loss_function")
-    model.loss_function = replaced
+    before = holder.__dict__.get("_loss_function")
+    holder.loss_function = replaced
 
     def restore() -> None:
         if before is None:
-            model.__dict__.pop("_loss_function", None)
-        model.loss_function = original if before is None else before
+            holder.__dict__.pop("_loss_function", None)
+        holder.loss_function = original if before is None else before
 
     undo.append(restore)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -29,7 +30,7 @@ class Rest:
         self.device = stream.device
         self._stream, self._token = stream, f"home:u{unit.index}"
         self._trained = parameters[: len(unit.trained.entries)]
-        self._pending = False
+        self._pending, self._task = False, -1
         stream.sink.open_rest(unit, parameters)
         own = {id(p) for p in parameters}
         inside = {id(m) for block in blocks for m in block.modules()}
@@ -38,12 +39,26 @@ class Rest:
         self.handles: list[Any] = [m.register_forward_pre_hook(lambda module, args: self.settle()) for m in waiting]
         for parameter in self._trained:
             with requiring_gradient(parameter):
-                self.handles.append(parameter.register_hook(_calls(settle, parameter)))
+                self.handles.append(parameter.register_hook(functools.partial(self._arrives, parameter, settle)))
         narrow = {id(p) for p in self._trained if p.dtype.itemsize < 4}
         for module in users:
             names = [name for name, p in module._parameters.items() if id(p) in narrow]
             if names and not any(isinstance(m.__dict__.get("forward"), Taken) for m in module.modules()):
                 self._sum_uses(module, names, settle)
+
+    def _arrives(self, parameter: nn.Parameter, settle: Callable[[Iterable[nn.Parameter]], None], grad: Tensor) -> None:
+        """A gradient comes in a backward: of a visit, or before any visit, or where none comes at all."""
+        settle([parameter])  # autograd would add to the stand-in of an earlier backward
+        task = torch._C._current_graph_task_id()
+        if self._stream.backward_of is None and self._task != task:
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        """A backward in which a gradient came before any visit is over."""
+        self._task = -1
+        if self._stream.backward_of is None:  # else the visits see to it
+            self._stream.end_backward()
 
     def _sum_uses(self, module: nn.Module, names: list[str], before: Callable[[Iterable[nn.Parameter]], None]) -> None:
         """In a window each micro-batch uses the weights through an alias of its own: autograd would add up their 16-bit
@@ -113,10 +128,3 @@ class _Use(torch.autograd.Function):
 def _uses(module: nn.Module, parameters: Collection[int]) -> bool:
     """Whether some of its own parameters are among these ids."""
     return any(id(p) in parameters for p in module._parameters.values())
-
-
-def _calls(settle: Callable[[Iterable[nn.Parameter]], None], parameter: nn.Parameter) -> Callable[[Tensor], None]:
-    def hook(grad: Tensor) -> None:
-        settle([parameter])  # autograd would add to the stand-in of an earlier backward
-
-    return hook

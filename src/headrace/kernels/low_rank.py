@@ -1,0 +1,110 @@
+"""The interface to products with narrow matrices, as adapters make them: `ops` is that of all the others.
+
+A wide matrix in 16 bits is read as it is and computed with in fp32, without a copy in fp32 of all of it: triton on CUDA
+does so; elsewhere, and beyond MOST_COLUMNS, plain torch makes the copy. Results of both differ in their last digits.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.backends import BackendUnavailable, backend_name, note_fallback
+from headrace.kernels.reference import low_rank
+
+__all__ = ["MOST_COLUMNS", "add_narrow", "check", "narrow_product", "transposed_product"]
+
+MOST_COLUMNS = 128
+"""Columns of a narrow matrix up to which triton computes: beyond it torch's own products are as good."""
+CHECKED_ROWS = 4500
+"""Rows of the matrices that a check multiplies."""
+TOLERANCE = 1e-4
+"""Relative L2 distance that is allowed between two ways to compute in fp32."""
+_unusable: list[str] = []  # why Triton cannot run these here
+
+
+def narrow_product(
+    wide: Tensor,  # (m, k), any float
+    matrix: Tensor,  # (k, r) fp32, any strides
+    scale: float = 1.0,
+) -> Tensor:
+    """scale * wide @ matrix: (m, r) fp32."""
+    result: Tensor = _call("narrow_product", wide, matrix.shape[1], wide, matrix, scale)
+    return result
+
+
+def add_narrow(
+    base: Tensor | None,  # (m, n), any float; None: zeros
+    narrow: Tensor,  # (m, r) fp32
+    matrix: Tensor,  # (r, n) fp32, any strides
+    dtype: torch.dtype,
+    scale: float = 1.0,
+) -> Tensor:
+    """base + scale * narrow @ matrix: (m, n) in `dtype`, rounded once."""
+    result: Tensor = _call("add_narrow", narrow, matrix.shape[0], base, narrow, matrix, dtype, scale)
+    return result
+
+
+def transposed_product(
+    left: Tensor,  # (m, p), any float
+    right: Tensor,  # (m, q), any float; one of the two is narrow
+    scale: float = 1.0,
+) -> Tensor:
+    """(scale * left)^T @ right: (p, q) fp32, in the same order of additions each time."""
+    result: Tensor = _call("transposed_product", left, min(left.shape[1], right.shape[1]), left, right, scale)
+    return result
+
+
+@functools.cache
+def check(device: torch.device, k: int, n: int, r: int, dtype: torch.dtype) -> str:
+    """Compare Triton's products at these widths, of random matrices of `dtype`, with those of plain torch.
+
+    If one differs, plain torch computes all of them from then on. Returns why, or "" where nothing is wrong. Takes a
+    moment and some memory.
+    """
+    if not _triton_computes(device, r):
+        return ""
+    draw = torch.Generator(device).manual_seed(0)
+    x, g = (torch.randn(CHECKED_ROWS, size, generator=draw, device=device, dtype=dtype) for size in (k, n))
+    a, b = (torch.randn(shape, generator=draw, device=device) for shape in ((r, k), (n, r)))
+    y = narrow_product(x, a.t(), 0.5)
+    some = slice(None, None, 37)
+    pairs = {
+        "narrow_product": (y[some], low_rank.narrow_product(x[some], a.t(), 0.5)),
+        "narrow_product of a gradient": (narrow_product(g, b)[some], low_rank.narrow_product(g[some], b, 1.0)),
+        "add_narrow": (
+            add_narrow(g, y, b.t(), torch.float32, 0.5)[some],
+            low_rank.add_narrow(g[some], y[some], b.t(), torch.float32, 0.5),
+        ),
+        "transposed_product": (
+            transposed_product(g, y, 0.5)[some], low_rank.transposed_product(g[:, some], y, 0.5)
+        ),
+        "transposed_product, narrow first": (
+            transposed_product(y, x)[:, some], low_rank.transposed_product(y, x[:, some], 1.0)
+        ),
+    }  # fmt: skip
+    for name, (found, expected) in pairs.items():
+        error = float((found - expected).norm() / expected.norm())
+        if not error <= TOLERANCE:
+            _unusable.append(f"Triton's {name} of {CHECKED_ROWS} x {k} x {n} x {r} is off by {error:.1e}")
+            note_fallback(device.type, f"plain torch computes what adapters add: {_unusable[-1]}")
+            return _unusable[-1]
+    return ""
+
+
+def _triton_computes(device: torch.device, columns: int) -> bool:
+    return device.type == "cuda" and 0 < columns <= MOST_COLUMNS and not _unusable and backend_name("cuda") == "triton"
+
+
+def _call(kernel: str, tensor: Tensor, columns: int, *arguments: Any) -> Any:
+    if tensor.numel() and _triton_computes(tensor.device, columns):
+        try:
+            return getattr(importlib.import_module("headrace.kernels.triton.low_rank"), kernel)(*arguments)
+        except BackendUnavailable as error:
+            _unusable.append(str(error))
+            note_fallback("cuda", f"plain torch computes what adapters add: {error}")
+    return getattr(low_rank, kernel)(*arguments)

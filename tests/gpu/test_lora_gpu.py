@@ -1,0 +1,105 @@
+"""Products with narrow matrices by Triton, at awkward sizes. Needs one CUDA GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.kernels import low_rank, ops
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+SHAPES = [(1, 33, 17), (7, 1, 300), (513, 129, 64), (2049, 4097, 130), (8192, 3584, 512)]
+RANKS = [1, 8, 16, 33, 128, 200]
+
+
+@pytest.fixture(autouse=True)
+def triton_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.delenv("HEADRACE_KERNELS", raising=False)
+    assert ops.backend_name("cuda") == "triton", ops.fallback_reason("cuda")
+
+
+def assert_near(found: Tensor, exact: Tensor, tolerance: float) -> None:
+    """Relative L2 distance from the result in double precision."""
+    assert found.shape == exact.shape
+    assert float((found.double() - exact).norm()) <= tolerance * max(float(exact.norm()), 1e-30)
+
+
+@pytest.mark.parametrize("r", RANKS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products(shape: tuple[int, int, int], r: int, dtype: torch.dtype) -> None:
+    """As near to exact ones as fp32 is, whatever the strides of the narrow matrices, with the same bits each time."""
+    m, k, n = shape
+    torch.manual_seed(m + r)
+    x, g = torch.randn(m, k, device="cuda").to(dtype), torch.randn(m, n + 3, device="cuda").to(dtype)[:, 1:-2]
+    a, b, y = torch.randn(r, k, device="cuda"), torch.randn(n, r, device="cuda"), torch.randn(m, r, device="cuda")
+    for _ in range(2):
+        found = low_rank.narrow_product(x, a.t(), 0.3)
+        assert torch.equal(found, low_rank.narrow_product(x, a.t(), 0.3))
+        assert_near(found, 0.3 * (x.double() @ a.double().t()), 1e-5)
+        assert_near(low_rank.narrow_product(g, b), g.double() @ b.double(), 1e-5)
+    added = low_rank.add_narrow(g, y, b.t(), dtype, 0.7)
+    exact = g.double() + 0.7 * (y.double() @ b.double().t())
+    assert added.dtype == dtype
+    assert_near(added, exact, 3e-3 if dtype == torch.bfloat16 else 1e-5)
+    assert_near(low_rank.add_narrow(None, y, a, torch.float32), y.double() @ a.double(), 1e-5)
+    for left, right in ((y, x), (x, y), (g, y)):
+        found = low_rank.transposed_product(left, right, 0.9)
+        assert torch.equal(found, low_rank.transposed_product(left, right, 0.9)) and found.is_contiguous()
+        assert_near(found, 0.9 * (left.double().t() @ right.double()), 1e-5)
+    assert not low_rank._unusable
+
+
+@pytest.mark.parametrize("r", [1, 16, 100])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_check_finds_them_right(r: int, dtype: torch.dtype) -> None:
+    assert low_rank.check(torch.device("cuda", 0), 3584, 18944, r, dtype) == ""
+
+
+def test_a_check_finds_them_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain torch then computes, and the reason is told."""
+    from headrace.kernels.triton import low_rank as by_triton
+
+    monkeypatch.setattr(low_rank, "_unusable", [])
+    right = by_triton.transposed_product
+    monkeypatch.setattr(by_triton, "transposed_product", lambda *given: right(*given).mul_(1.001))
+    told = low_rank.check(torch.device("cuda", 0), 100, 200, 8, torch.bfloat16)
+    assert "transposed_product of" in told and low_rank._unusable == [told]
+
+
+def test_no_copy_of_a_wide_matrix_is_made() -> None:
+    x, a = torch.randn(4096, 4096, device="cuda").bfloat16(), torch.randn(16, 4096, device="cuda")
+    low_rank.narrow_product(x, a.t())
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y = low_rank.narrow_product(x, a.t())
+    low_rank.transposed_product(y, x)
+    assert torch.cuda.max_memory_allocated() - before < x.nbytes / 4
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_adapted_layers_follow_peft(compiled: bool) -> None:
+    """Results and gradients of a layer in bf16 with an adapter in fp32, within the rounding of bf16."""
+    peft = pytest.importorskip("peft")
+    from headrace.base.events import EventLog
+    from headrace.model.lora import fuse
+
+    torch.manual_seed(0)
+    holder = torch.nn.Sequential(torch.nn.Linear(768, 1000)).cuda().bfloat16()
+    config = peft.LoraConfig(r=16, target_modules=["0"], init_lora_weights=False)
+    layer = peft.get_peft_model(holder, config).base_model.model[0]
+    x, grad = torch.randn(4, 300, 768, device="cuda").bfloat16(), torch.randn(4, 300, 1000, device="cuda").bfloat16()
+    sides = []
+    for fused in (False, True):
+        if fused:
+            fuse([layer], torch.device("cuda", 0), EventLog(), [])
+        own = x.clone().requires_grad_()
+        out = (torch.compile(layer, fullgraph=True) if compiled and fused else layer)(own)
+        out.backward(grad)
+        sides.append([out.detach(), own.grad, layer.lora_A.default.weight.grad, layer.lora_B.default.weight.grad])
+        layer.zero_grad()
+    for found, expected, tolerance in zip(sides[1], sides[0], (3e-3, 5e-3, 1e-5, 1e-5), strict=True):
+        assert_near(found, expected.double(), tolerance)
