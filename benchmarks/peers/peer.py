@@ -30,6 +30,7 @@ def flags(description: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", required=True, help="a named shape, a config.json, or a folder that holds one")
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--lora", type=int, help="rank of adapters, for systems that train them")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--sequence", type=int, default=1024)
     parser.add_argument("--micro-batches", type=int, default=1)

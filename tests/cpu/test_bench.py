@@ -62,6 +62,29 @@ def test_the_report_adds_up() -> None:
     assert session_rates["host"] == bounds["host update"]["rate"] and session_rates["updates"] is None
 
 
+def test_adapters_on_a_compressed_base() -> None:
+    """Only adapters are updated, the base goes up packed, twice a step, and no bound of full training is named."""
+    flags = ("--lora", "3", "--quantize", "nf4", "--placement", "host", "--no-compile", "--work", "2x24", "--json")
+    code, printed = headrace(*TINY, *flags)
+    assert code == 0, printed
+    report = report_of(printed)
+    (work,) = report["works"]
+    shapes = ((256, 256), (128, 256), (128, 256), (256, 256), (512, 256), (512, 256), (256, 512))
+    updated = sum(lane["elements"] for lane in work["lanes"].values())
+    assert report["lora"] == 3 and updated == 2 * sum(3 * (out + into) for out, into in shapes)
+    packed = 2 * sum(out * into for out, into in shapes) * (0.5 + 4 / 64)
+    tiles = 4096 * 256 * 2
+    assert 2 * (packed + tiles) * 0.7 < work["moved"]["up"] < 2 * (packed + tiles) * 1.2
+    assert work["peaks"]["host_bound"] is None and "bound" not in printed.partition("{")[0]
+
+
+def test_adapters_and_other_systems_must_match() -> None:
+    code, printed = headrace(*TINY, "--against", "qlora")
+    assert code == 2 and "give their rank as --lora" in printed
+    code, printed = headrace(*TINY, "--lora", "3", "--against", "torch")
+    assert code == 2 and "leave one of them out" in printed
+
+
 def test_both_sides_of_the_updates_share_a_bound() -> None:
     """All weights at the rate of both sides at once; with updates that wait the floor is the backward and they."""
     code, printed = headrace(*TINY, "--work", "1x16@1e-9", "--placement", "host", "--update", "both", "--json")

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import tiny_checkpoints
 from headrace.cli.benchmark.arithmetic import Alone, arithmetic_of
 from headrace.cli.benchmark.roofline import Bound, Load, Moved, bounds, floor_seconds, largest, loads
-from headrace.cli.benchmark.shapes import SHAPES, QuickWeights, build, config_of
+from headrace.cli.benchmark.shapes import SHAPES, QuickWeights, build, config_of, with_adapters
 from headrace.cli.benchmark.work import Work, parse_norm, parse_work
 from headrace.executor.trace import Span
 from headrace.hardware import rates
@@ -57,7 +57,7 @@ def test_flops_are_those_that_torch_counts(family: str) -> None:
     attention = arithmetic.attention
     assert attention is not None and not arithmetic.unknown
     attended = attention.forward_flops(3, 16)
-    linear = 2 * arithmetic.weights * ids.numel()
+    linear = 2 * arithmetic.weights(True) * ids.numel()
     rotary = counter.get_total_flops() - linear - 2 * attended
     assert 0 <= rotary <= 0.01 * linear  # angles of positions, where there are any
     work = Work(3, 16, 2, None)
@@ -73,7 +73,7 @@ def test_recompute_is_a_forward_more() -> None:
     """Seconds at the rates measured alone: with recompute the blocks' forward twice, the head's always twice."""
     arithmetic = arithmetic_of(tiny_checkpoints.build("llama"))
     assert arithmetic.attention is not None
-    arithmetic._measured.update({(48, i, o): (1.0, 2.0) for o, i in [*arithmetic.linears, (99, 32)]})
+    arithmetic._measured.update({(48, i, o): (1.0, 2.0) for o, i, _ in [*arithmetic.linears, (99, 32, True)]})
     arithmetic._measured["attention", 3, 16] = (0.5, 1.0)
     blocks, layers = sum(arithmetic.linears.values()), 2
     one = Work(3, 16, 1, None)
@@ -81,10 +81,27 @@ def test_recompute_is_a_forward_more() -> None:
     assert alone.forward == pytest.approx(blocks + 1 + 0.5 * layers)
     assert alone.backward == pytest.approx(3 * blocks + 3 + 1.5 * layers)
     assert alone.seconds == alone.forward + alone.backward
-    assert alone.rate == pytest.approx(6 * arithmetic.weights * 48 / (3 * (blocks + 1)))
+    assert alone.rate == pytest.approx(6 * arithmetic.weights(True) * 48 / (3 * (blocks + 1)))
     alone = arithmetic.measured(Work(3, 16, 5, None), 8, False, torch.float32, CPU)
     assert alone.forward == pytest.approx(5 * (blocks + 1 + 0.5 * layers))
     assert alone.backward == pytest.approx(5 * (2 * blocks + 3 + layers))
+
+
+def test_frozen_weights_have_no_product_for_their_gradient() -> None:
+    plain = arithmetic_of(tiny_checkpoints.build("llama"))
+    adapted = arithmetic_of(with_adapters(tiny_checkpoints.build("llama"), 3))
+    assert adapted.weights(False) == plain.weights(True)
+    assert adapted.weights(True) == sum(3 * (o + i) * count for (o, i, _), count in plain.linears.items())
+    one = Work(3, 16, 1, None)
+    ours = 6 * adapted.weights(True) + 4 * adapted.weights(False)
+    assert adapted.model_flops(one) - plain.model_flops(one) == 48 * (ours - 6 * plain.weights(True))
+    for each in (plain, adapted):
+        each._measured.update({(48, i, o): (1.0, 2.0) for o, i, _ in [*each.linears, (99, 32, True)]})
+        each._measured["attention", 3, 16] = (0.0, 0.0)
+    count = sum(plain.linears.values())
+    assert plain.measured(one, 8, True, torch.float32, CPU).seconds == pytest.approx(4 * count + 4)
+    # each layer: forward twice and one product, both matrices of its adapter as before; the head's backward one product
+    assert adapted.measured(one, 8, True, torch.float32, CPU).seconds == pytest.approx(3 * count + 8 * count + 3)
 
 
 def test_shapes_have_the_sizes_they_are_named_for() -> None:

@@ -22,6 +22,8 @@ class Request:
     """Options of `headrace.wrap` by name, None where not given."""
     settings: tuple[str, ...]
     layers: int | None
+    lora: int | None
+    """Rank of the adapters that train beside a frozen base; None: all weights train."""
     dtype: str
     lr: float
     steps: int
@@ -87,11 +89,18 @@ def bench(
         bool | None, typer.Option("--compile/--no-compile", help="torch.compile the blocks. On for a GPU unless given.",
                                   show_default=False)
     ] = None,
+    quantize: Annotated[
+        str | None, typer.Option("--quantize", metavar="CODEC", help="Store frozen weights so: nf4, int8, fp8, ...")
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Any other option of headrace.wrap; may be repeated."),
     ] = None,
     layers: Annotated[int | None, typer.Option("--layers", min=1, help="Only the first N layers.")] = None,
+    lora: Annotated[
+        int | None, typer.Option("--lora", min=1, metavar="RANK", help="Train LoRA adapters of this rank on all linear "
+                                 "layers of the blocks, and freeze the rest. Needs peft.")
+    ] = None,
     dtype: Annotated[
         str, typer.Option("--dtype", help="bfloat16 or float32: type of the weights that compute.")
     ] = "bfloat16",
@@ -106,7 +115,8 @@ def bench(
     ] = True,
     against: Annotated[
         str, typer.Option("--against", metavar="NAMES", help="Other systems to run on the same work, each in a process "
-                          "of its own: any of torch, reach, deepspeed, fsdp2, trainstream, bitsandbytes, with commas.")
+                          "of its own: any of torch, reach, deepspeed, fsdp2, trainstream, bitsandbytes, with commas; "
+                          "qlora (bitsandbytes and peft) for --lora.")
     ] = "",
     peers: Annotated[
         Path | None, typer.Option("--peers", metavar="FOLDER", help="Their scripts; benchmarks/peers of the repository "
@@ -138,15 +148,15 @@ def bench(
     options = {
         "device": device, "device_memory": device_memory, "host_memory": host_memory, "disk_dir": disk_dir,
         "placement": placement, "window": window, "rows": rows, "threads": threads, "update": update,
-        "recompute": recompute, "compile": compiled,
+        "recompute": recompute, "compile": compiled, "quantize": quantize,
     }  # fmt: skip
     with told(debug):
         from headrace.cli.benchmark.run import run
 
         code = run(
             Request(
-                model, tuple(work or ("8x1024",)), max_grad_norm, options, tuple(settings or ()), layers, dtype, lr,
-                steps, warm_up, rates, as_json, live, timeout, trace, against, peers,
+                model, tuple(work or ("8x1024",)), max_grad_norm, options, tuple(settings or ()), layers, lora, dtype,
+                lr, steps, warm_up, rates, as_json, live, timeout, trace, against, peers,
             )
         )  # fmt: skip
     if code:

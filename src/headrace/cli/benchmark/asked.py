@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from headrace.cli.config_file import ConfigError, Given, explicit
 from headrace.session import options as option_room
 from headrace.spec.placement import TIERS
 
-SYSTEMS = ("torch", "reach", "deepspeed", "fsdp2", "trainstream", "bitsandbytes")
+SYSTEMS = ("torch", "reach", "deepspeed", "fsdp2", "trainstream", "bitsandbytes", "qlora")
 OWN = {
     "max_grad_norm": "write it as --max-grad-norm NORM, or behind a work as in --work 8x1024@1.0",
     "lr": "write it as --lr",
@@ -56,6 +57,12 @@ def checked(request: Request) -> Asked:
     for name in against:
         if name not in SYSTEMS:
             problems.append(f"--against = {name!r} is not one of {', '.join(SYSTEMS)}")
+        elif name == "qlora" and request.lora is None:
+            problems.append("--against = 'qlora' trains adapters: give their rank as --lora")
+        elif name != "qlora" and request.lora is not None:
+            problems.append(f"--against = {name!r} trains all weights, and --lora adapters: leave one of them out")
+    if request.lora is not None and importlib.util.find_spec("peft") is None:
+        problems.append("--lora needs peft, which is not installed: pip install 'headrace[peft]'")
     if request.trace is not None and not request.trace.absolute().parent.is_dir():
         problems.append(f"--trace = {str(request.trace)!r}: there is no folder {request.trace.absolute().parent}")
     if problems:

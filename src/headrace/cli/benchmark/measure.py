@@ -112,17 +112,18 @@ class Bench:
 
     def _peaks(self, work: Work, report: dict[str, Any]) -> dict[str, Any]:
         """Most bytes used in this work. `host_bound`: 12.5 bytes per parameter, 14.5 with clipping, the saved inputs of
-        all blocks in 16 bits, and 4 GiB."""
+        all blocks in 16 bits, and 4 GiB; None where weights are frozen."""
         session = self.session
         own, card = device_used(session.device)
         reserved = report["device"]["peak"]
         blocks = [unit for unit in session.spec.units if unit.kind == "block"]
         hidden = session.model.config.get_text_config().hidden_size  # type: ignore[union-attr,operator]
+        whole = all(entry.trainable for _, _, entry in session.spec.pieces())
         each = 12.5 if work.max_grad_norm is None else 14.5
         bound = each * session.spec.parameters + 2 * len(blocks) * work.tokens * hidden + (4 << 30)
         return {
             "device": max(reserved, own or card or 0), "device_reserved": reserved, "device_process": own,
-            "device_card": card, "host": peak_rss(), "host_bound": int(bound),
+            "device_card": card, "host": peak_rss(), "host_bound": int(bound) if whole else None,
         }  # fmt: skip
 
     def _roofline(self, work: Work, per_step: float, found: Any, moved: Moved) -> dict[str, Any]:

@@ -45,6 +45,7 @@ PEERS = {
     "fsdp2": Peer("fsdp2_offload.py"),
     "trainstream": Peer("trainstream_host.py", ("trainstream",)),
     "bitsandbytes": Peer("bitsandbytes_paged.py", ("bitsandbytes",)),
+    "qlora": Peer("qlora.py", ("bitsandbytes", "peft")),
 }
 
 
@@ -86,7 +87,7 @@ def _command(script: Path, request: Request, work: Work, device: torch.device, c
     values: dict[str, Any] = {
         "model": request.model, "rows": work.rows, "sequence": work.sequence, "micro-batches": work.micro_batches,
         "max-grad-norm": norm, "steps": request.steps, "warm-up": request.warm_up, "lr": request.lr,
-        "dtype": request.dtype, "device": str(device), "layers": request.layers,
+        "dtype": request.dtype, "device": str(device), "layers": request.layers, "lora": request.lora,
         "threads": request.options.get("threads"),
     }  # fmt: skip
     flags = [f"--{name}={value}" for name, value in values.items() if value is not None]

@@ -30,7 +30,7 @@ from headrace.cli.benchmark.arithmetic import arithmetic_of
 from headrace.cli.benchmark.asked import Asked, checked
 from headrace.cli.benchmark.measure import Bench
 from headrace.cli.benchmark.peers import compare
-from headrace.cli.benchmark.shapes import POSITIONS, build
+from headrace.cli.benchmark.shapes import POSITIONS, build, with_adapters
 from headrace.cli.benchmark.told import told
 from headrace.cli.benchmark.work import Work
 from headrace.cli.config_file import ConfigError
@@ -81,7 +81,8 @@ class _Runs:
         self._compile = bool(asked.options.get("compile", self._device.type == "cuda"))
         self.report: dict[str, Any] = {
             "headrace": headrace.__version__, "model": request.model, "dtype": request.dtype, "lr": request.lr,
-            "machine": _machine(self._device), "compile": self._compile, "sessions": [], "works": [], "against": [],
+            "lora": request.lora, "machine": _machine(self._device), "compile": self._compile, "sessions": [],
+            "works": [], "against": [],
         }  # fmt: skip
 
     def measure(self) -> None:
@@ -146,10 +147,12 @@ class _Runs:
         dtype = getattr(torch, request.dtype)
         model = build(request.model, dtype, request.layers, max(POSITIONS, longest), self._device)
         _refuse_long(model, longest)
+        if request.lora is not None:
+            model = with_adapters(model, request.lora)
         arithmetic = arithmetic_of(model)
         own: dict[str, Any] = {"accumulation": min(work.micro_batches for work in works)}
         own |= {"max_grad_norm": works[0].max_grad_norm} if clips else {"on_nonfinite": "stop"}
-        optimizer = torch.optim.AdamW(model.parameters(), lr=request.lr)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=request.lr)
         options = {**own, "compile": self._compile, **self._asked.options}
         model, optimizer = headrace.wrap(model, optimizer, **options)
         session = headrace.session(model)

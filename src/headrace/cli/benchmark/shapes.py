@@ -69,3 +69,11 @@ def build(model: str, dtype: torch.dtype, layers: int | None, positions: int, de
     if is_random(model):
         built._headrace_source = QuickWeights(device)
     return built.train()
+
+
+def with_adapters(model: Any, rank: int) -> Any:
+    """The model with LoRA adapters on all linear layers but the head, and all else frozen."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(model, config)

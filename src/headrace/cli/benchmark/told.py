@@ -15,6 +15,7 @@ def told(report: Found) -> Iterator[str]:
     """The lines."""
     machine = report["machine"]
     size = f", {report['parameters'] / 1e9:.3g} billion parameters" if "parameters" in report else ""
+    size += f", LoRA of rank {report['lora']}" if report["lora"] else ""
     compiled = "compiled" if report["compile"] else "not compiled"
     yield (f"{report['model']}{size}, {report['dtype']}, {compiled}, on {machine['device']}, {machine['cpus']} CPUs, "
            f"torch {machine['torch']}, headrace {report['headrace']}")  # fmt: skip
@@ -42,8 +43,8 @@ def _work(work: Found, gpu: bool) -> Iterator[str]:
            f"{work['tokens_per_second']:,.0f} tokens/s")  # fmt: skip
     if work["utilisation"] is not None:
         yield (f"  {100 * work['utilisation']:.1f} % of the {work['matmul_rate'] / 1e12:.3g} TFLOP/s that its matmuls "
-               f"reach alone ({work['model_flops'] / 1e12:.3g} TFLOP a step: 6 for each weight and token, and causal "
-               "attention, without recompute)")  # fmt: skip
+               f"reach alone ({work['model_flops'] / 1e12:.3g} TFLOP a step: 6 for each weight and token, 4 for a "
+               "frozen one, and causal attention, without recompute)")  # fmt: skip
     yield (f"  the compute lane{' of the GPU' if gpu else ''} is idle for {100 * work['idle']:.1f} % of the time; the "
            f"first step took {work['first_step_seconds']:.1f} s")  # fmt: skip
     yield f"  {'lane':<9}{'busy':>9}{'share':>9}{'over the link':>16}{'updated':>18}{'in the backward':>18}"
@@ -64,8 +65,11 @@ def _work(work: Found, gpu: bool) -> Iterator[str]:
         if peaks[key]
     )
     yield f"  device peak {format_bytes(peaks['device'])}{card})"
-    within = "within" if peaks["host"] <= peaks["host_bound"] else "BEYOND"
-    yield f"  host peak {format_bytes(peaks['host'])}, {within} the bound of {format_bytes(peaks['host_bound'])}"
+    bound = ""
+    if peaks["host_bound"]:
+        within = "within" if peaks["host"] <= peaks["host_bound"] else "BEYOND"
+        bound = f", {within} the bound of {format_bytes(peaks['host_bound'])}"
+    yield f"  host peak {format_bytes(peaks['host'])}{bound}"
     losses = work["losses"]
     yield f"  loss {losses[0]:.4f} to {losses[-1]:.4f}, last gradient norm {work['grad_norm']:.4g}"
     if work["trace"]:
