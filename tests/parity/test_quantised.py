@@ -17,11 +17,21 @@ import torch
 from torch import nn
 
 import headrace
+from headrace.hardware import limits
 from headrace.spec.precision import PrecisionMap
 from parity.cases import AXES, CLIP, PLACEMENTS, Case, case, mover, pairwise
 from parity.families import FAMILIES as COMMON
 from parity.families import Family, causal_lm, causal_loss, fresh, logits_loss, token_batch
-from parity.reference import OPTIMIZERS, Trace, check, check_equal, gradients, train_plain, train_streamed
+from parity.reference import (
+    OPTIMIZERS,
+    Trace,
+    check,
+    check_equal,
+    check_gradients,
+    gradients,
+    train_plain,
+    train_streamed,
+)
 from quantised_models import decoded, every
 
 FAMILIES = {
@@ -48,7 +58,14 @@ def half_frozen(model: Any) -> Any:
     return model
 
 
-WAYS: dict[str, Callable[[Any], Any]] = {"lora": adapted, "half": half_frozen}
+def mixed(model: Any) -> Any:
+    """Each block trains its widest matrices and freezes the others: its unit is updated, and partly compressed."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(part in name for part in ("up_proj", "down_proj", "embed", "head")))
+    return model
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {"lora": adapted, "half": half_frozen, "mixed": mixed}
 _PLAIN: dict[Any, Trace] = {}
 
 
@@ -157,6 +174,38 @@ def test_bf16_has_the_bits_of_the_resident_module(
                     weight = session.read_weight(name)
                     assert parameter.requires_grad or torch.equal(parameter.cpu(), weight), name
                     parameter.copy_(weight)
+
+
+def test_the_guard_computes_with_the_decoded_weights(tmp_path: Path) -> None:
+    """Blocks that train some of their matrices, checked in every step: from their home on any tier."""
+    for weights in ("host", "disk", "device"):
+        model = made("llama", "mixed")
+        options = {**Case(weights=weights, state="host", window=1).options(tmp_path), "quantize": every("nf4")}
+        model, driver = headrace.wrap(model, optimizer_of(model, "sgd"), device="cpu", guard_every=1, **options)
+        with headrace.session(model) as session:
+            for number in range(4):
+                causal_loss(model, token_batch(3, 6, number)).backward()
+                driver.step()
+                driver.zero_grad()
+            session.wait()
+            checks = list(session.guard.checks)
+            assert len(checks) == 4 and {check.level for check in checks} == {"normal"}
+
+
+@pytest.mark.parametrize("way", ["lora", "mixed"])
+def test_bf16_weights_decode_in_bf16_where_fp32_computes(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device without bf16 arithmetic: the plain model is the decoded one, cast to fp32."""
+    monkeypatch.setattr(limits, "computes_bf16", lambda device: False)
+    precision = every("int8")
+    model = made("llama", way).bfloat16()
+    twin = decoded(model, precision.codec).float()
+    model, _ = headrace.wrap(model, optimizer_of(model, "sgd"), device="cpu", debug=True, quantize=precision,
+                             placement={"weights": "host"})  # fmt: skip
+    with headrace.session(model):
+        for side in (twin, model):
+            logits_loss(side, token_batch(4, 7, 1)).backward()
+        expected = {name: p.grad for name, p in twin.named_parameters() if p.requires_grad}
+        check_gradients(gradients(model), expected)
 
 
 def test_generation_is_that_of_the_decoded_model() -> None:

@@ -102,12 +102,13 @@ class Actions:
         if op.region == "input":
             self.traffic.to_device += self.inputs.load(notes["inputs"], op.visit, op.place)
             return
-        nbytes = self.regions.spec.units[op.unit].stored.nbytes
+        unit = self.regions.spec.units[op.unit]
         stage, _, place = op.place.rpartition(">")
-        target = self.regions.resident(op.unit) if place == "r" else self.regions.places[place][:nbytes]
-        source = self.regions.places[stage][:nbytes] if stage else self.regions.home(op.unit, "weights")
+        nbytes = unit.trained_bytes if place == "r" else unit.stored.nbytes  # an update changes no more
+        target = self.regions.resident(op.unit) if place == "r" else self.regions.places[place]
+        source = self.regions.places[stage] if stage else self.regions.home(op.unit, "weights")
         assert source is not None
-        target.copy_(source, non_blocking=True)
+        target[:nbytes].copy_(source[:nbytes], non_blocking=True)
         self.traffic.to_device += nbytes
 
     def _send(self, op: Op, notes: Notes) -> None:

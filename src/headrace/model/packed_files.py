@@ -28,6 +28,7 @@ from headrace.spec.layout import Entry
 
 if TYPE_CHECKING:
     from headrace.files.safetensors import TensorReader
+    from headrace.files.safetensors.header import TensorEntry
 
 METHOD, VERSION, SUFFIX, STEM = "headrace", 1, ".packed", "packed"
 
@@ -101,6 +102,10 @@ class PackedFile(PackedHome):
     @property
     def packed(self) -> Tensor:  # type: ignore[override]
         return self._reader.read(self._key)
+
+    def located(self) -> tuple[Path, TensorEntry]:
+        """Where the packed bytes lie."""
+        return self._reader.located(self._key)
 
     def write(self, parameter: nn.Parameter, value: Tensor) -> NoReturn:
         raise ModelError(

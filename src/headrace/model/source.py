@@ -22,7 +22,10 @@ from headrace.model.conversion import ConversionPlan, Recipe, convert, pieces
 from headrace.model.quantised import as_stored
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from headrace.files.safetensors import TensorReader
+    from headrace.files.safetensors.header import TensorEntry
 
 
 class WeightSource(Protocol):
@@ -98,6 +101,15 @@ class FolderSource:
                 rounded = torch.empty(out.shape, dtype=dtype)
                 self._fill(name, recipe, rounded)
                 out.copy_(rounded)
+
+    def located(self, name: str) -> tuple[Path, TensorEntry] | None:
+        """Where the files hold exactly the weight called `name`, in its dtype; None where it has to be made of them."""
+        name = self._aliases.get(name, name)
+        recipe = self._plan.recipes.get(name)
+        if recipe is None or recipe.converter is not None:
+            return None
+        path, entry = self._reader.located(recipe.keys[0])
+        return (path, entry) if entry.dtype == self._dtypes[name] else None
 
     def close(self) -> None:
         """Close the files."""

@@ -92,6 +92,10 @@ def choose(
             state = tiers_for(spec, state_tier, "state")
             placement = _once(spec, replace(base, weights=weights, state=state))
             candidates.append((_near(spec, placement, budgets), WORK_SHARE))
+    if budgets.disk is None and any(unit.in_files for unit in spec.units):  # which need no folder of ours
+        last = candidates[-1][0]
+        weights = tuple(DISK if u.in_files and last.streams(u.index) else last.weights[u.index] for u in spec.units)
+        candidates.append((replace(last, weights=weights), WORK_SHARE))
     candidates.append((replace(candidates[-1][0], slots=1), 0.0))
     tried: list[str] = []
     for placement, work in candidates:

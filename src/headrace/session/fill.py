@@ -43,12 +43,15 @@ def fill(
     try:
         for name, entry in {entry.name: entry for _, _, entry in regions.spec.pieces()}.items():
             parameter = anatomy.parameters[name]
-            if entry.codec is not None:
+            in_files = all(unit.index in regions.files for unit, _, _ in values.pieces(name))
+            if in_files:
+                encoder.leave(name, parameter)
+            elif entry.codec is not None:
                 encoder.take(name, parameter)
             else:
                 _fill(name, parameter, regions, values, source)
             back.append(_way_back(name, parameter, anatomy, values, encoder))
-            _hand_over(name, parameter, regions, values, _told(written, entry, events))
+            _hand_over(name, parameter, regions, values, _told(written, entry, in_files, events))
     except BaseException:
         for action in back:
             action()
@@ -97,15 +100,19 @@ def _way_back(
     return lambda: to(home)
 
 
-def _told(written: Callable[[], None], entry: Entry, events: EventLog) -> Callable[[], None]:
+def _told(written: Callable[[], None], entry: Entry, in_files: bool, events: EventLog) -> Callable[[], None]:
     """What is called after a write to the weight from outside."""
 
     def call() -> None:
-        text = f"a value was written to {entry.name}, which is stored as {entry.codec}: it was encoded again"
-        events.once(f"requantize {entry.name}", "quantize", text)
+        if entry.codec is not None:
+            text = f"a value was written to {entry.name}, which is stored as {entry.codec}: it was encoded again"
+            events.once(f"requantize {entry.name}", "quantize", text)
+        if in_files:
+            text = f"a value was written to {entry.name}: it is in RAM from now on, and its file stays as it is"
+            events.once(f"changed {entry.name}", "files", text)
         written()
 
-    return written if entry.codec is None else call
+    return written if entry.codec is None and not in_files else call
 
 
 def _clear(regions: Regions) -> None:

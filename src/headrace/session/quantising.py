@@ -101,7 +101,7 @@ class Encoder:
 
     def __init__(self, values: Values, source: Any) -> None:
         self._values, self._source = values, source
-        self._losses = Losses()
+        self._losses, self._left = Losses(), 0
         self.originals: dict[str, Tensor] = {}
         """Weights that were ordinary tensors, by name."""
 
@@ -122,5 +122,15 @@ class Encoder:
             error = error_of(entry, value, self._values.read_packed(name))
         self._losses.add(entry, error)
 
+    def leave(self, name: str, parameter: nn.Parameter) -> None:
+        """The weight stays where it is: in the model's own files."""
+        home = packed_home(parameter)
+        self._left += 1
+        if home is not None:
+            self._losses.add(home.entry, home.error)
+
     def tell(self, events: EventLog) -> None:
+        if self._left:
+            events.add("files", "frozen weights whose home is the disk are read from the model's own files, without a "
+                       "copy; leave the files as they are while the session is open", weights=self._left)  # fmt: skip
         self._losses.tell(events)

@@ -25,7 +25,8 @@ def memory_report(session: Session) -> dict[str, Any]:
         "host": {**need.host, "activations": inputs, "peak_rss": peak_rss()},
         "disk": {
             "weights": need.disk["weights"], "state": need.disk["state"],
-            "allocated": disk.nbytes if disk else 0, "read": disk.bytes_read if disk else 0,
+            "allocated": disk.nbytes if disk else 0,
+            "read": (disk.bytes_read if disk else 0) + stream.regions.files.bytes_read,
             "written": disk.bytes_written if disk else 0,
         },
         "link": {

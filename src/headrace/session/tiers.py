@@ -19,6 +19,7 @@ from headrace.session.session import Session
 from headrace.spec.layout import Entry
 from headrace.spec.model import REST, Unit
 from headrace.spec.placement import DEVICE, DISK, HOST, TIERS
+from headrace.store.files import FileWeights
 from headrace.store.regions import Regions, typed
 
 WEIGHTS, STATE = "weights", "state"
@@ -85,6 +86,8 @@ def _bytes(regions: Regions, unit: int, region: str, nbytes: int) -> tuple[str, 
     home, extent = regions.home(unit, region), regions.extent(unit, region)
     if home is not None:
         return _tier_of(regions, home), home.cpu()
+    if region == WEIGHTS and unit in regions.files:
+        return DISK, _from_files(regions.files, unit, nbytes)
     if extent is None or regions.disk is None or not regions.disk.path.exists():
         return NOWHERE, torch.zeros(nbytes, dtype=torch.uint8)
     fd = os.open(regions.disk.path, os.O_RDONLY)  # not by the store's own reader: this is to prove it
@@ -97,6 +100,18 @@ def _bytes(regions: Regions, unit: int, region: str, nbytes: int) -> tuple[str, 
     if len(data) < nbytes:
         return NOWHERE, torch.zeros(nbytes, dtype=torch.uint8)
     return DISK, torch.frombuffer(data, dtype=torch.uint8)
+
+
+def _from_files(files: FileWeights, unit: int, nbytes: int) -> Tensor:
+    data = torch.zeros(nbytes, dtype=torch.uint8)
+    for piece in files.pieces(unit):
+        with open(piece.path, "rb") as file:
+            file.seek(piece.offset)
+            found = bytearray(file.read(piece.nbytes))
+        data[piece.start : piece.start + piece.nbytes] = torch.frombuffer(found, dtype=torch.uint8)
+    for start, changed in files.changed(unit):
+        data[start : start + changed.numel()] = changed
+    return data
 
 
 def _tier_of(regions: Regions, memory: Tensor) -> str:

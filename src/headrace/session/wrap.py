@@ -36,6 +36,7 @@ from headrace.plan.summary import summary
 from headrace.plan.updates import place_logs, place_updates
 from headrace.schedule import build
 from headrace.schedule.build import ROWS, Visit
+from headrace.session import in_files
 from headrace.session import options as option_room
 from headrace.session.adapters import tell_trained
 from headrace.session.fill import fill, fill_state, give_back
@@ -110,6 +111,7 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **giv
     def plan(options: Options, events: EventLog) -> tuple[Anatomy, Placement]:
         anatomy = _anatomy(model, optimizer, rule, device, budgets, options, events)
         anatomy.spec = _summed(anatomy, events)
+        anatomy.spec = in_files.marked(anatomy.spec, in_files.pieces(anatomy))
         return anatomy, _place(anatomy, rule, options, budgets, device, events)
 
     options, anatomy, placement = fitting(model, options, plan, events)
@@ -306,7 +308,7 @@ def _open(
 ) -> Session:  # fmt: skip
     """Everything that is open for a model; `failed` takes what must be undone, last first, when wrap fails."""
     regions = Regions(anatomy.spec, placement, device, Path(options.disk_dir) if options.disk_dir else None, events,
-                      budgets.host)  # fmt: skip
+                      budgets.host, in_files.pieces(anatomy))  # fmt: skip
     failed.callback(regions.close)
     _set_threads(options, device, events)
     _tell_kernels(device, events)

@@ -146,7 +146,8 @@ def footprint(spec: ModelSpec, placement: Placement) -> Footprint:
     tiers = {DEVICE: device, HOST: host, DISK: disk}
     for unit in units:
         home, state = placement.home(unit.index), placement.state[unit.index]
-        tiers[home]["weights"] += round_up(unit.stored.nbytes)
+        if not (home == DISK and unit.in_files):
+            tiers[home]["weights"] += round_up(unit.stored.nbytes)
         if placement.weights[unit.index] == DEVICE and home != DEVICE:
             device["weights"] += round_up(unit.stored.nbytes)
         if unit.trained.entries:

@@ -34,6 +34,8 @@ class Unit:
     """Gradients are kept in fp32 because several contributions are added up on the host."""
     wide_compute: bool = False
     """It computes in fp32, whatever format its weights have: the device has no arithmetic in theirs."""
+    in_files: bool = False
+    """Its weights lie in the model's own files as they are stored here: the disk needs no copy of them."""
     state_stays: bool = False
     """Its optimizer state stays on the device too: it is the rest, and holds what frozen blocks train."""
 

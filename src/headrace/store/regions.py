@@ -5,9 +5,10 @@ A region is a flat uint8 tensor; `typed` gives a unit's tensors as views of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ from headrace.spec.layout import Layout
 from headrace.spec.model import REST, ModelSpec, Unit
 from headrace.spec.placement import DEVICE, DISK, Placement
 from headrace.store.disk import DiskFile
+from headrace.store.files import FileWeights, Piece
 from headrace.store.memory import DeviceArena, HostArena
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
@@ -60,8 +62,10 @@ class Regions:
     def __init__(
         self, spec: ModelSpec, placement: Placement, device: torch.device, disk_dir: Path | None,
         events: EventLog, host_budget: int | None = None,
+        pieces: Mapping[int, tuple[Piece, ...]] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        """`host_budget`: most bytes of RAM that the session may use; None: no limit."""
+        """`host_budget`: most bytes of RAM that the session may use; None: no limit. `pieces`: where the weights of
+        units lie that are in the model's files; used for those whose home is the disk."""
         self._opened, self._host_budget = footprint(spec, placement), host_budget
         self.others: Callable[[], int] = lambda: 0
         """Bytes of RAM that the session uses beside these regions."""
@@ -70,7 +74,9 @@ class Regions:
         self._homes: dict[tuple[int, str], Tensor] = {}
         self._copies: dict[int, Tensor] = {}
         self._extents: dict[tuple[int, str], int] = {}
-        self._extra: list[HostArena] = []
+        self._extra: dict[str, list[HostArena]] = {"grads": [], "weights": []}
+        self.files = FileWeights({u: found for u, found in pieces.items() if placement.home(u) == DISK})
+        """Weights on disk that are the model's own files."""
         self.places: dict[str, Tensor] = {}
         """Slots s0.., host stages h0.., gradient slots g0.., places of updates on the device d0.., arrival stages a0..,
         update stages u0.., rows of an embedding e0.., logs of guesses l0.., the fp32 buffer `total`, decoded weights
@@ -101,6 +107,8 @@ class Regions:
             for region, tier in tiers.items():
                 nbytes = unit.region_bytes(region)
                 if region == "grads" and tier != DEVICE and self.placement.ring and unit.passes_ring:
+                    continue
+                if region == "weights" and index in self.files:
                     continue
                 if tier == DISK:
                     self._extents[index, region] = disk
@@ -174,18 +182,23 @@ class Regions:
         self._homes.update(regions)
         return arena.nbytes
 
-    def _more(self, sizes: list[int], purpose: str) -> HostArena:
+    def _more(self, sizes: list[int], purpose: str, region: str = "grads") -> HostArena:
         """Host memory for regions of `sizes` bytes, on top of what was planned. Raises PlanError beyond the budget."""
         nbytes, room = sum(map(round_up, sizes)), self.host_room
+        advice = "raise host_memory"
+        if region == "grads":
+            advice = (
+                "Use headrace.accumulate(fn, micro_batches) for several micro-batches, which needs none of it; "
+                "declare accumulation as it is; or raise host_memory"
+            )
         if room is not None and nbytes > room:
             raise PlanError(
                 f"{purpose} needs more host memory than host_memory leaves",
                 f"{format_bytes(nbytes)}, {format_bytes(max(room, 0))} are left",
-                "Use headrace.accumulate(fn, micro_batches) for several micro-batches, which needs none of it; declare "
-                "accumulation as it is; or raise host_memory",
+                advice,
             )
-        self._extra.append(HostArena(nbytes, self._pin))
-        return self._extra[-1]
+        self._extra[region].append(HostArena(nbytes, self._pin))
+        return self._extra[region][-1]
 
     @property
     def host_room(self) -> int | None:
@@ -193,14 +206,15 @@ class Regions:
         if self._host_budget is None:
             return None
         shared = self.device_arena.nbytes if self.device.type == "cpu" else 0
-        extra = sum(arena.nbytes for arena in self._extra)
+        extra = sum(arena.nbytes for arenas in self._extra.values() for arena in arenas)
         return self._host_budget - self.host_arena.nbytes - shared - extra - self.others()
 
     @property
     def allocated(self) -> Footprint:
-        """Bytes by tier and region as they are now: what was planned, and what gradients took on top."""
+        """Bytes by tier and region as they are now: what was planned, and what gradients and changes took on top."""
         host = dict(self._opened.host)
-        host["grads"] += sum(arena.nbytes for arena in self._extra)
+        for region, arenas in self._extra.items():
+            host[region] += sum(arena.nbytes for arena in arenas)
         return replace(self._opened, host=host)
 
     def home(self, unit: int, region: str) -> Tensor | None:
@@ -244,18 +258,28 @@ class Regions:
 
     def read(self, unit: int, region: str, out: Tensor, offset: int = 0) -> None:
         """Fill `out` (contiguous) from byte `offset` of a region on disk."""
+        if region == "weights" and unit in self.files:
+            self.files.read(unit, out, offset)
+            return
         assert self.disk is not None
         self.disk.read(self._extents[unit, region] + offset, out)
 
     def read_rows(self, unit: int, row_bytes: int, rows: list[int], out: Tensor) -> None:
         """Rows of a tile on disk, each `row_bytes` long, into the rows of `out` (len(rows), row_bytes)."""
-        assert self.disk is not None
-        start = self._extents[unit, "weights"]
         for position, row in enumerate(rows):
-            self.disk.read(start + row * row_bytes, out[position])
+            self.read(unit, "weights", out[position], row * row_bytes)
 
     def write(self, unit: int, region: str, data: Tensor, offset: int = 0) -> None:
-        """Write `data` (contiguous) at byte `offset` of a region on disk."""
+        """Write `data` (contiguous) at byte `offset` of a region on disk; weights in the model's files stay as they are
+        there, and are in memory from then on."""
+        if region == "weights" and unit in self.files:
+            changed = next((kept for start, kept in self.files.changed(unit) if start == offset), None)
+            if changed is None:
+                arena = self._more([data.nbytes], "changing a weight that lies in the model's files", "weights")
+                changed = arena.take(data.nbytes)
+            changed.copy_(data.detach().reshape(-1).view(torch.uint8))
+            self.files.change(unit, offset, changed)
+            return
         assert self.disk is not None
         self.disk.write(self._extents[unit, region] + offset, data)
 
@@ -282,8 +306,9 @@ class Regions:
         self._homes.clear()
         self._copies.clear()
         self.places.clear()
-        for arena in (*self._extra, self.host_arena, self.device_arena):
+        for arena in (*self._extra["grads"], *self._extra["weights"], self.host_arena, self.device_arena):
             arena.close()
+        self.files.close()
         if self.disk is not None:
             self.disk.close()
 

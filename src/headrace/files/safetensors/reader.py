@@ -96,6 +96,13 @@ class TensorReader:
         self.read_into(name, out)
         return out
 
+    def located(self, name: str) -> tuple[Path, TensorEntry]:
+        """The file of a tensor and its place there. Raises FormatError when the file was changed since the reader saw
+        it."""
+        entry = self._entry(name)
+        with self._file(self._paths[name]):
+            return self._paths[name], entry
+
     def close(self) -> None:
         """Close the files; may be called again."""
         with self._lock:
