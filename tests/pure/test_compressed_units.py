@@ -69,14 +69,25 @@ def test_units_without_codecs_have_one_layout() -> None:
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_programs_know_nothing_of_codecs(pair: tuple[str, str]) -> None:
-    """Decoding is part of the visit that computes."""
+def test_visits_take_turns_at_the_place_for_decoded_weights(pair: tuple[str, str]) -> None:
+    """Decoding is part of the visit that computes, and the only thing that a program of compressed units adds."""
     plain, placement = placed(made(frozen=(0, 2)), *pair, slots=2)
     packed = compressed(plain)
     assert sum(unit.compressed for unit in packed.units) == 2
     for passes in (build.forward, build.backward):
         one, other = (passes(spec, placement, visits(spec), (None, None)) for spec in (plain, packed))
-        assert str(one) == str(other)
+        turns, owners = [], []
+        for ours, theirs in zip(other.ops, one.ops, strict=True):
+            gives = tuple(token for token in ours.gives if token != "decoded")
+            if gives != ours.gives:
+                assert packed.units[ours.unit].compressed and ours.lane == "compute" and ours.visit >= 0
+                assert (turns[-1] in ours.after) if turns else ("decoded" in ours.before)
+                turns.append(ours.index)
+                owners.append(ours.unit)
+            assert (ours.verb, ours.unit, ours.place, gives) == (theirs.verb, theirs.unit, theirs.place, theirs.gives)
+            added = set(ours.after) - set(theirs.after) | set(ours.before) - set(theirs.before)
+            assert added <= {"decoded", *turns}
+        assert len(set(owners)) == 2
 
 
 def test_bytes_are_those_that_are_stored_and_one_place_to_decode_into() -> None:

@@ -150,7 +150,9 @@ def forward(spec: ModelSpec, placement: Placement, visits: Sequence[Visit], slot
             continue
         place, waits = build.bring(visit.unit, later)
         gives = [f"slot:{place}"] if place != "r" else []
-        build.add("FORWARD", "-", visit.unit, place, "compute", waits, [*gives, f"forward:v{number}"], number)
+        decoded = _decoding(spec.units[visit.unit])
+        build.add("FORWARD", "-", visit.unit, place, "compute", [*waits, *decoded],
+                  [*gives, *decoded, f"forward:v{number}"], number)  # fmt: skip
         if visit.saves_input:
             build.add("SEND", "input", visit.unit, "-", "d2h", [f"forward:v{number}"], ["inputs"], number)
     return Program("forward", tuple(build.ops), tuple(slots), tuple(build.slots))
@@ -217,6 +219,11 @@ def sums_narrow(unit: Unit) -> bool:
     return any(itemsize(entry.dtype) < 4 for entry in unit.grads.entries)
 
 
+def _decoding(unit: Unit) -> tuple[str, ...]:
+    """The token of the one place that compressed weights are decoded into, for a visit that does."""
+    return ("decoded",) if unit.compressed else ()
+
+
 def _backward_unit(
     build: _Builder, visit: Visit, number: int, later: Sequence[int], contributed: set[int], rings: dict[int, str]
 ) -> None:
@@ -227,7 +234,9 @@ def _backward_unit(
         # All inputs were sent on one lane, so that the last one stands for all, also where a forward was on demand.
         build.add("LOAD", "input", unit, slot, "h2d", ["inputs", f"free:{slot}"], [f"input:{slot}"], number)
         waits = [*waits, f"input:{slot}"]
-    gives = [f"slot:{place}"] if place != "r" else []
+    decoded = _decoding(spec.units[unit])
+    waits = [*waits, *decoded]
+    gives = [*([f"slot:{place}"] if place != "r" else []), *decoded]
     gives += [f"free:{slot}"] if visit.saves_input else []
     if not spec.units[unit].trained.entries:
         build.add("BACKWARD", "-", unit, place, "compute", waits, gives, number)
