@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bitsandbytes as bnb
 import peer
+import peft
 import torch
 from torch import nn
 
@@ -37,4 +38,4 @@ torch.cuda.empty_cache()
 torch.cuda.reset_peak_memory_stats()
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=asked.lr, fused=True)
 peer.measure(asked, model.config.get_text_config().vocab_size, peer.plain_step(asked, model, optimizer),
-             "NF4 base resident, fp32 adapters")  # fmt: skip
+             f"bitsandbytes {bnb.__version__}, peft {peft.__version__}, NF4 base resident, fp32 adapters")  # fmt: skip

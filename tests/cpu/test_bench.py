@@ -78,9 +78,11 @@ def test_adapters_on_a_compressed_base() -> None:
     assert work["peaks"]["host_bound"] is None and "bound" not in printed.partition("{")[0]
 
 
-def test_adapters_and_other_systems_must_match() -> None:
+def test_flags_must_match() -> None:
     code, printed = headrace(*TINY, "--against", "qlora")
     assert code == 2 and "give their rank as --lora" in printed
+    code, printed = headrace(*TINY, "--card", "8GiB", "--card", "many")
+    assert code == 2 and "needs a GPU" in printed and "'many'" in printed
     code, printed = headrace(*TINY, "--lora", "3", "--against", "torch")
     assert code == 2 and "leave one of them out" in printed
 

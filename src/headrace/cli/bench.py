@@ -21,6 +21,8 @@ class Request:
     options: dict[str, Any]
     """Options of `headrace.wrap` by name, None where not given."""
     settings: tuple[str, ...]
+    card: str | None
+    """Memory of the card to behave like."""
     layers: int | None
     lora: int | None
     """Rank of the adapters that train beside a frozen base; None: all weights train."""
@@ -59,6 +61,10 @@ def bench(
     ] = None,
     device_memory: Annotated[
         str | None, typer.Option("--device-memory", metavar="SIZE", help="Most device memory to use.")
+    ] = None,
+    card: Annotated[
+        str | None, typer.Option("--card", metavar="SIZE", help="Behave as on a card of this memory: what does not fit "
+                                 "fails. 1 GiB of it is taken to be CUDA's own.")
     ] = None,
     host_memory: Annotated[str | None, typer.Option("--host-memory", metavar="SIZE", help="Most RAM to use.")] = None,
     disk_dir: Annotated[
@@ -155,8 +161,8 @@ def bench(
 
         code = run(
             Request(
-                model, tuple(work or ("8x1024",)), max_grad_norm, options, tuple(settings or ()), layers, lora, dtype,
-                lr, steps, warm_up, rates, as_json, live, timeout, trace, against, peers,
+                model, tuple(work or ("8x1024",)), max_grad_norm, options, tuple(settings or ()), card, layers, lora,
+                dtype, lr, steps, warm_up, rates, as_json, live, timeout, trace, against, peers,
             )
         )  # fmt: skip
     if code:

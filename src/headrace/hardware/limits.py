@@ -100,11 +100,13 @@ def reset_peak_rss(proc: Path = PROC) -> bool:
 
 
 def device_memory(index: int = 0) -> DeviceMemory:
-    """Total and free memory of a CUDA device, as the driver reports them (other processes included)."""
+    """Total and free memory of a CUDA device, as the driver reports them (other processes included), or what the share
+    of it leaves that `torch.cuda.set_per_process_memory_fraction` allows."""
     import torch
 
     free, total = torch.cuda.mem_get_info(index)
-    return DeviceMemory(total, free)
+    share = int(torch.cuda.get_per_process_memory_fraction(index) * total)
+    return DeviceMemory(min(total, share), max(0, min(free, share - torch.cuda.memory_reserved(index))))
 
 
 def computes_bf16(device: torch.device) -> bool:

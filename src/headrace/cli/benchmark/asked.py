@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from headrace.base.errors import OptionError
+from headrace.base.units import parse_bytes
 from headrace.cli.bench import Request
 from headrace.cli.benchmark.shapes import SHAPES
 from headrace.cli.benchmark.work import Work, parse_norm, parse_work
@@ -19,6 +20,8 @@ from headrace.session import options as option_room
 from headrace.spec.placement import TIERS
 
 SYSTEMS = ("torch", "reach", "deepspeed", "fsdp2", "trainstream", "bitsandbytes", "qlora")
+CUDA_BYTES = 1 << 30
+"""What CUDA itself is taken to need on a card: its context, and the code of kernels."""
 OWN = {
     "max_grad_norm": "write it as --max-grad-norm NORM, or behind a work as in --work 8x1024@1.0",
     "lr": "write it as --lr",
@@ -36,6 +39,8 @@ class Asked:
     options: dict[str, Any]
     """Options of wrap, without clipping and what follows from it."""
     against: tuple[str, ...]
+    card: int | None
+    """Bytes of the card to behave like."""
 
 
 def checked(request: Request) -> Asked:
@@ -52,6 +57,7 @@ def checked(request: Request) -> Asked:
     if request.dtype not in ("bfloat16", "float32"):
         problems.append(f"--dtype = {request.dtype!r} is not one of bfloat16, float32")
     works = _works(request, problems)
+    card = _card(request, problems)
     options = _options(request, problems)
     against = tuple(name.strip() for name in request.against.split(",") if name.strip())
     for name in against:
@@ -67,7 +73,22 @@ def checked(request: Request) -> Asked:
         problems.append(f"--trace = {str(request.trace)!r}: there is no folder {request.trace.absolute().parent}")
     if problems:
         raise ConfigError(problems)
-    return Asked(works, options, against)
+    return Asked(works, options, against, card)
+
+
+def _card(request: Request, problems: list[str]) -> int | None:
+    if request.card is None:
+        return None
+    if request.options.get("device") == "cpu" or not torch.cuda.is_available():
+        problems.append(f"--card = {request.card!r} needs a GPU: use --device-memory on a CPU")
+    try:
+        card = parse_bytes(request.card)
+    except OptionError as error:
+        problems.append(f"--card = {request.card!r}: {error.what} ({error.advice})")
+        return None
+    if card <= CUDA_BYTES:
+        problems.append(f"--card = {request.card!r} is all that CUDA needs for itself: use more than 1 GiB")
+    return card
 
 
 def _works(request: Request, problems: list[str]) -> tuple[Work, ...]:

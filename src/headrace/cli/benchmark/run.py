@@ -27,7 +27,7 @@ from headrace.base.errors import (
 )
 from headrace.cli.bench import Request
 from headrace.cli.benchmark.arithmetic import arithmetic_of
-from headrace.cli.benchmark.asked import Asked, checked
+from headrace.cli.benchmark.asked import CUDA_BYTES, Asked, checked
 from headrace.cli.benchmark.measure import Bench
 from headrace.cli.benchmark.peers import compare
 from headrace.cli.benchmark.shapes import POSITIONS, build, with_adapters
@@ -78,11 +78,14 @@ class _Runs:
         self._request, self._asked, self._stop, self._console = request, asked, stop, console
         chosen = asked.options.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
         self._device = torch.device(chosen)
+        if asked.card is not None:
+            total = torch.cuda.get_device_properties(self._device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, (asked.card - CUDA_BYTES) / total), self._device)
         self._compile = bool(asked.options.get("compile", self._device.type == "cuda"))
         self.report: dict[str, Any] = {
             "headrace": headrace.__version__, "model": request.model, "dtype": request.dtype, "lr": request.lr,
-            "lora": request.lora, "machine": _machine(self._device), "compile": self._compile, "sessions": [],
-            "works": [], "against": [],
+            "lora": request.lora, "card": asked.card, "machine": _machine(self._device), "compile": self._compile,
+            "sessions": [], "works": [], "against": [],
         }  # fmt: skip
 
     def measure(self) -> None:

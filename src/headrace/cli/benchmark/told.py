@@ -17,8 +17,9 @@ def told(report: Found) -> Iterator[str]:
     size = f", {report['parameters'] / 1e9:.3g} billion parameters" if "parameters" in report else ""
     size += f", LoRA of rank {report['lora']}" if report["lora"] else ""
     compiled = "compiled" if report["compile"] else "not compiled"
-    yield (f"{report['model']}{size}, {report['dtype']}, {compiled}, on {machine['device']}, {machine['cpus']} CPUs, "
-           f"torch {machine['torch']}, headrace {report['headrace']}")  # fmt: skip
+    card = f" as a card of {format_bytes(report['card'])}" if report["card"] else ""
+    yield (f"{report['model']}{size}, {report['dtype']}, {compiled}, on {machine['device']}{card}, "
+           f"{machine['cpus']} CPUs, torch {machine['torch']}, headrace {report['headrace']}")  # fmt: skip
     for number, session in enumerate(report["sessions"], 1):
         yield f"session {number}: opened in {session['opened']:.1f} s; {session['placement']}"
     for work in report["works"]:
