@@ -21,15 +21,7 @@ from headrace.base.errors import FormatError, ModelError, OptionError
 from headrace.base.events import EventLog
 from headrace.files.safetensors import TensorReader
 from headrace.model.conversion import ConversionPlan, plan_conversion
-from headrace.model.packed_files import (
-    SUFFIX,
-    PackedWeight,
-    attach_packed,
-    checked,
-    open_packed,
-    packed_weights,
-    refuse_foreign_folder,
-)
+from headrace.model.foreign_files import Packed, packed_source, refuse_unread
 from headrace.model.parked import park, placeholder
 from headrace.model.quantised import AUTO, WISH, mark
 from headrace.model.source import FolderSource, RandomSource, SourceHome, WeightSource
@@ -67,15 +59,16 @@ def load_model(
     precision = None if quantize in (None, AUTO) else as_map(quantize)
     place = find_folder(folder_or_id, random_weights, trust_remote_code)
     config, implementations = read_config(place, trust_remote_code, config_overrides)
-    packed = packed_weights(config)
-    if packed and quantize is not None:
-        raise OptionError(f"{place} is quantised already", f"{len(packed)} weights are packed; quantize={quantize!r}",
+    packed = packed_source(config, place)
+    if packed is not None and quantize is not None:
+        raise OptionError(f"{place} is quantised already", f"got quantize={quantize!r} beside it",
                           "Leave quantize out, or load the original model")  # fmt: skip
-    reader = None if random_weights else open_packed(place) if packed else _open_weights(place)
+    packed = None if random_weights else packed
+    reader = None if random_weights else (packed and packed.open(place)) or _open_weights(place)
     try:
         config.dtype = _pick_dtype(dtype, config, reader)
         model = _build_empty(config, trust_remote_code, implementations)
-        _attach_source(model, reader, events, {} if reader is None else packed)
+        _attach_source(model, reader, events, packed)
         if precision is not None:
             mark(model, precision, events)
         elif quantize == AUTO:
@@ -139,7 +132,7 @@ def read_config(place: Path, trust_remote_code: bool, overrides: Mapping[str, An
             f"The configuration {type(plain).__name__} refuses {', '.join(sorted(attributes))}", str(error),
             "Give values that belong together, or leave them out",
         ) from error  # fmt: skip
-    refuse_foreign_folder(config, place)
+    refuse_unread(config, place)
     return config, implementations
 
 
@@ -222,17 +215,14 @@ def _build_empty(config: Any, trust_remote_code: bool, implementations: Mapping[
         return AutoModel.from_config(config, trust_remote_code=trust_remote_code, **options)
 
 
-def _attach_source(
-    model: Any, reader: TensorReader | None, events: EventLog, packed: Mapping[str, PackedWeight]
-) -> None:
+def _attach_source(model: Any, reader: TensorReader | None, events: EventLog, packed: Packed | None = None) -> None:
     """Decide where every tensor comes from, read the buffers, park the parameters."""
     names = set(model.state_dict())
     shapes = {} if reader is None else {name: tuple(entry.shape) for name, entry in reader.entries.items()}
-    if packed:
-        assert reader is not None
-        packed = checked(packed, reader, {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
-        shapes = {name: shape for name, shape in shapes.items() if name.removesuffix(SUFFIX) not in packed}
+    if reader is not None and packed is not None:
+        shapes = packed.shapes(reader, {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
     plan = ConversionPlan(missing=names) if reader is None else plan_conversion(model, shapes)
+    taken = packed.take(plan) if packed is not None else set[str]()
     if reader is not None:
         _check_files(model, plan, reader, events)
         _untie_different(model, plan, reader, events)
@@ -241,7 +231,7 @@ def _attach_source(
 
     aliases = _aliases(model, plan)
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()} | _dtypes_kept_in_float32(model)
-    unread = {aliases.get(name, name) for name in names} - plan.recipes.keys() - packed.keys()
+    unread = {aliases.get(name, name) for name in names} - plan.recipes.keys() - taken
     initial = None
     if unread:
         seed = int(torch.randint(2**62, ()))  # torch.manual_seed decides it; two models in a row differ
@@ -260,8 +250,8 @@ def _attach_source(
         model._weight_conversions = plan.used
     _read_buffers(model, source, dtypes)
     _park_parameters(model, source, dtypes)
-    if reader is not None:
-        attach_packed(model, packed, reader)
+    if reader is not None and packed is not None:
+        packed.attach(model, reader)
     model._headrace_source = source
 
 

@@ -29,6 +29,7 @@ from headrace.spec.layout import Entry
 if TYPE_CHECKING:
     from headrace.files.safetensors import TensorReader
     from headrace.files.safetensors.header import TensorEntry
+    from headrace.model.conversion import ConversionPlan
 
 METHOD, VERSION, SUFFIX, STEM = "headrace", 1, ".packed", "packed"
 
@@ -45,33 +46,6 @@ def manifest(weights: Mapping[str, PackedWeight]) -> dict[str, Any]:
     """`quantization_config` of a folder with these packed weights."""
     told = {name: {"codec": weight.codec, "error": round(weight.error, 6)} for name, weight in weights.items()}
     return {"quant_method": METHOD, "version": VERSION, "weights": told}
-
-
-def refuse_foreign_folder(config: Any, place: Any) -> None:
-    """Raise ModelError for a folder that another library has quantised: its tensors are codes and scales."""
-    for part in (config, config.get_text_config()):
-        told = _told(part)
-        if told and told.get("quant_method") != METHOD:
-            raise ModelError(
-                f"{place} holds a quantised model",
-                f"quantization_config names {told.get('quant_method', 'an unknown method')}",
-                "Give a checkpoint in bfloat16, float16 or float32; quantize='nf4' or another codec compresses it here",
-            )  # fmt: skip
-
-
-def packed_weights(config: Any) -> dict[str, PackedWeight]:
-    """The packed weights that a configuration names; it names none from then on. Raises FormatError for what cannot be
-    read."""
-    told = _told(config)
-    if not told:
-        return {}
-    del config.quantization_config
-    return _decoded(told)
-
-
-def _told(config: Any) -> dict[str, Any]:
-    found = getattr(config, "quantization_config", None) or {}
-    return found if isinstance(found, dict) else vars(found)
 
 
 def _decoded(told: Mapping[str, Any]) -> dict[str, PackedWeight]:
@@ -92,8 +66,19 @@ def _decoded(told: Mapping[str, Any]) -> dict[str, PackedWeight]:
     return weights
 
 
-class PackedFile(PackedHome):
-    """The home of a parameter whose packed bytes lie in a file: read each time that they are asked for."""
+class InFiles(PackedHome):
+    """The home of a parameter whose packed bytes are read from files each time that they are asked for."""
+
+    def write(self, parameter: nn.Parameter, value: Tensor) -> NoReturn:
+        raise ModelError(
+            f"The weight {self.entry.name} cannot be changed yet",
+            "it still lies in the checkpoint files that the model was loaded from",
+            "Call headrace.wrap(model) before changing weights",
+        )
+
+
+class PackedFile(InFiles):
+    """Whose packed bytes lie in a file as they are stored here."""
 
     def __init__(self, entry: Entry, error: float, reader: TensorReader, key: str) -> None:
         self.entry, self.error = entry, error
@@ -107,42 +92,46 @@ class PackedFile(PackedHome):
         """Where the packed bytes lie."""
         return self._reader.located(self._key)
 
-    def write(self, parameter: nn.Parameter, value: Tensor) -> NoReturn:
-        raise ModelError(
-            f"The weight {self.entry.name} cannot be changed yet",
-            "it still lies in the checkpoint files that the model was loaded from",
-            "Call headrace.wrap(model) before changing weights",
-        )
 
+class PackedFolder:
+    """The packed weights of a folder of this format."""
 
-def checked(
-    weights: Mapping[str, PackedWeight], reader: TensorReader, shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, PackedWeight]:
-    """Those of the packed weights that the model has. `shapes`: of its tensors, by name. Raises FormatError unless the
-    files hold the bytes of all of them, and the manifest names all that they hold."""
-    found = {name: weight for name, weight in weights.items() if name in shapes}
-    unnamed = [key for key in reader.entries if key.removesuffix(SUFFIX) in shapes.keys() - found.keys() - {key}]
-    for name in [*found, *(key.removesuffix(SUFFIX) for key in unnamed)]:
-        stored = reader.entries.get(name + SUFFIX)
-        size = codec_named(found[name].codec).nbytes(shapes[name]) if name in found else None
-        held = "no such tensor" if stored is None else f"{stored.dtype} of {list(stored.shape)}"
-        if held != f"torch.uint8 of [{size}]":
-            wanted = f"as {found[name].codec} it has {size} bytes" if name in found else "no codec is named for it"
-            raise FormatError(f"the files do not hold {name} as the configuration says", f"{held}; {wanted}",
-                              "Copy the folder again, or quantise the original model again")  # fmt: skip
-    return found
+    def __init__(self, told: Mapping[str, Any]) -> None:
+        self._weights = _decoded(told)
 
+    def open(self, folder: Path) -> TensorReader:
+        """Its files. Raises FormatError when they are not there."""
+        from headrace.files.safetensors import TensorReader
 
-def open_packed(folder: Path) -> TensorReader:
-    """The files of a quantised folder. Raises FormatError when they are not there."""
-    from headrace.files.safetensors import TensorReader
+        index = folder / f"{STEM}.safetensors.index.json"
+        return TensorReader(index if index.is_file() else folder / f"{STEM}.safetensors")
 
-    index = folder / f"{STEM}.safetensors.index.json"
-    return TensorReader(index if index.is_file() else folder / f"{STEM}.safetensors")
+    def shapes(self, reader: TensorReader, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """The tensors that are not packed. `wanted`: shapes of the model's tensors, of which those that the folder
+        packs are kept in mind. Raises FormatError unless the files hold the bytes of all of them, and the
+        configuration names all that they hold."""
+        self._weights = {name: weight for name, weight in self._weights.items() if name in wanted}
+        others = wanted.keys() - self._weights.keys()
+        unnamed = [key for key in reader.entries if key.endswith(SUFFIX) and key.removesuffix(SUFFIX) in others]
+        for name in [*self._weights, *(key.removesuffix(SUFFIX) for key in unnamed)]:
+            codec = self._weights[name].codec if name in self._weights else None
+            stored = reader.entries.get(name + SUFFIX)
+            size = None if codec is None else codec_named(codec).nbytes(wanted[name])
+            held = "no such tensor" if stored is None else f"{stored.dtype} of {list(stored.shape)}"
+            if held != f"torch.uint8 of [{size}]":
+                asked = "no codec is named for it" if codec is None else f"as {codec} it has {size} bytes"
+                raise FormatError(f"the files do not hold {name} as the configuration says", f"{held}; {asked}",
+                                  "Copy the folder again, or quantise the original model again")  # fmt: skip
+        mine = {name + SUFFIX for name in self._weights}
+        return {key: tuple(entry.shape) for key, entry in reader.entries.items() if key not in mine}
 
+    def take(self, plan: ConversionPlan) -> set[str]:
+        """The names of the packed weights."""
+        return set(self._weights)
 
-def attach_packed(model: nn.Module, weights: Mapping[str, PackedWeight], reader: TensorReader) -> None:
-    """Park the packed weights of a model at their files, frozen."""
-    for name, weight in weights.items():
-        parameter = model.get_parameter(name)
-        park_packed(parameter, PackedFile(entry_of(parameter, name, weight.codec), weight.error, reader, name + SUFFIX))
+    def attach(self, model: nn.Module, reader: TensorReader) -> None:
+        """Park them at their files, frozen."""
+        for name, weight in self._weights.items():
+            parameter = model.get_parameter(name)
+            entry = entry_of(parameter, name, weight.codec)
+            park_packed(parameter, PackedFile(entry, weight.error, reader, name + SUFFIX))
