@@ -28,6 +28,7 @@ from headrace.base.errors import (
 if TYPE_CHECKING:
     from headrace.executor.paging import offload_activations
     from headrace.executor.window import accumulate
+    from headrace.hardware.profile import profile_hardware
     from headrace.loss.linear_cross_entropy import causal_lm_loss, linear_cross_entropy
     from headrace.model.blocks import find_blocks
     from headrace.model.build import load_model
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from headrace.optim.host_adamw import AdamW
     from headrace.session.session import Session
     from headrace.session.wrap import memory_report, session, unwrap, wrap
+    from headrace.spec.hardware import HardwareProfile
     from headrace.spec.precision import PrecisionMap
 
 __version__ = "0.1.0"
@@ -50,6 +52,8 @@ __all__ = [
     "load_model",
     "quantize_model",
     "PrecisionMap",
+    "profile_hardware",
+    "HardwareProfile",
     "linear_cross_entropy",
     "causal_lm_loss",
     "AdamW",
@@ -81,6 +85,8 @@ _HOMES = {
     "load_model": "headrace.model.build",
     "quantize_model": "headrace.model.quantised",
     "PrecisionMap": "headrace.spec.precision",
+    "profile_hardware": "headrace.hardware.profile",
+    "HardwareProfile": "headrace.spec.hardware",
     "linear_cross_entropy": "headrace.loss.linear_cross_entropy",
     "causal_lm_loss": "headrace.loss.linear_cross_entropy",
 }

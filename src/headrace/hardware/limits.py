@@ -8,6 +8,7 @@ touched, so these numbers are a floor there, and options of the user come first.
 from __future__ import annotations
 
 import os
+import platform
 import re
 import resource
 import sys
@@ -107,6 +108,15 @@ def device_memory(index: int = 0) -> DeviceMemory:
     free, total = torch.cuda.mem_get_info(index)
     share = int(torch.cuda.get_per_process_memory_fraction(index) * total)
     return DeviceMemory(min(total, share), max(0, min(free, share - torch.cuda.memory_reserved(index))))
+
+
+def processor(proc: Path = PROC) -> str:
+    """Name of the CPU."""
+    for line in _lines(proc / "cpuinfo"):
+        name, _, value = line.partition(":")
+        if name.strip() == "model name" and value.strip():
+            return value.strip()
+    return platform.processor() or platform.machine()
 
 
 def computes_bf16(device: torch.device) -> bool:

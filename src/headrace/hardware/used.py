@@ -1,4 +1,4 @@
-"""What NVML says of a GPU: its clocks, and memory in use, also what torch does not know of (CUDA's own, for one)."""
+"""What NVML says of a GPU: driver, clocks, and memory in use, with what torch does not know of (CUDA's, for one)."""
 
 from __future__ import annotations
 
@@ -47,6 +47,11 @@ def clocks(device: torch.device) -> Clocks | None:
             nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000,
         ),
     )
+
+
+def driver_version(device: torch.device) -> str:
+    """Of the GPU's driver; "" on the CPU and where NVML does not say."""
+    return str(_ask(device, lambda nvml, handle: nvml.nvmlSystemGetDriverVersion()) or "")
 
 
 def _ask(device: torch.device, question: Callable[[Any, Any], Answer]) -> Answer | None:

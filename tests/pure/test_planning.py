@@ -1,0 +1,178 @@
+"""Profiles, cards, shapes, ways to train, and the search for placements: all without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from headrace.base.errors import FormatError, OptionError
+from headrace.plan.cards import CARDS, card_named, machine
+from headrace.plan.memory import peaks
+from headrace.plan.modes import MODES, RANK, adapters
+from headrace.plan.place import Budgets
+from headrace.plan.search import SHARES, Search, Space
+from headrace.plan.shapes import SHAPES, subject_of
+from headrace.plan.subject import Work
+from headrace.spec.hardware import Calibration, DiskRates, HardwareProfile
+from headrace.spec.model import REST
+from headrace.spec.placement import DEVICE, DISK, HOST
+from recorded import GIB, H200
+
+SSD = DiskRates("/fast", "ext4", 7e9, 5e9, 7e9, 2 * 10**12)
+DESKTOP = machine(card_named("RTX 3080 10GB"), 64 * 10**9, SSD)
+
+
+def test_profiles_print_and_come_back_from_json() -> None:
+    for profile in (H200, H200.with_disk(SSD), DESKTOP, replace(H200, calibration=Calibration(context_bytes=1))):
+        assert HardwareProfile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
+    text = str(H200.with_disk(SSD))
+    assert "up 54.5 GB/s, down 54.5 GB/s, both ways 92 GB/s" in text
+    assert "3,743 million weights/s, 3,010 million weights/s beside copies" in text
+    assert "read 7 GB/s, write 5 GB/s" in text
+
+
+@pytest.mark.parametrize("change", ["version", "missing", "unknown", "part", "list"])
+def test_what_is_no_profile_is_refused(change: str) -> None:
+    data = H200.to_json()
+    broken = {
+        "version": {**data, "version": 0}, "missing": {k: v for k, v in data.items() if k != "link"},
+        "unknown": {**data, "more": 1}, "part": {**data, "link": {"up": 1.0}}, "list": [data],
+    }[change]  # fmt: skip
+    with pytest.raises(FormatError, match="no hardware profile"):
+        HardwareProfile.from_json(broken)
+
+
+def test_cards_are_many_and_found_by_what_people_call_them() -> None:
+    assert len(CARDS) >= 30
+    assert len({card.name for card in CARDS}) == len(CARDS)
+    for card in CARDS:
+        assert card_named(card.name) is card
+        assert card.source
+        assert 8 <= card.gigabytes <= 141 and 3 <= card.pcie[0] <= 5 and card.pcie[1] in (8, 16)
+        assert 10 < card.tflops < 1000 and 200 < card.bandwidth < 5000
+    assert card_named("NVIDIA GeForce RTX 4090").name == card_named("4090").name == "RTX 4090"
+    assert card_named("rtx3060").name == "RTX 3060 12GB"
+    with pytest.raises(OptionError, match="RTX 3080 10GB, RTX 3080 12GB"):
+        card_named("RTX 3080")
+    with pytest.raises(OptionError, match="RTX 4090"):
+        card_named("RTX 4990")
+
+
+def test_a_slot_with_fewer_lanes_is_slower() -> None:
+    full, half = machine(card_named("4090"), 1 << 36), machine(card_named("4090"), 1 << 36, pcie=(4, 8))
+    assert half.link.up == pytest.approx(full.link.up / 2)
+    assert machine(card_named("4090"), 1 << 36, pcie=(5, 16)).link == full.link, "the card has no more"
+    assert 20e9 < full.link.up < 30e9
+
+
+@pytest.mark.parametrize(
+    "name, billions", [("0.5b", 0.494), ("1.5b", 1.544), ("4b", 4.02), ("7b", 7.62), ("8b", 8.03), ("70b", 70.6)]
+)
+def test_shapes_have_the_parameters_of_their_models(name: str, billions: float) -> None:
+    assert subject_of(name, SHAPES[name]).spec.parameters / 1e9 == pytest.approx(billions, rel=2e-3)
+
+
+def test_ways_to_train_change_what_is_trained_and_stored() -> None:
+    base = subject_of("8b", SHAPES["8b"])
+    subjects = {mode.name: mode.subject(base) for mode in MODES}
+    states = {name: subject.spec.region_bytes("state") / base.spec.parameters for name, subject in subjects.items()}
+    assert states["full"] == pytest.approx(10, rel=1e-3)
+    assert states["full-bf16-moments"] == pytest.approx(6, rel=1e-3)
+    assert states["full-8bit"] == pytest.approx(4, rel=1e-3)
+    block = SHAPES["8b"]
+    queries, keys = block.heads * block.head_dim, block.kv_heads * block.head_dim
+    pairs = [(queries, block.hidden), (keys, block.hidden), (keys, block.hidden), (block.hidden, queries)]
+    pairs += [(block.mlp, block.hidden)] * 2 + [(block.hidden, block.mlp)]
+    for name in ("lora", "qlora"):
+        subject = subjects[name]
+        assert subject.trained == block.layers * RANK * sum(out + columns for out, columns in pairs)
+        assert all(not unit.trained.entries for unit in subject.spec.units if unit.kind != REST)
+    packed, plain = (sum(u.stored.nbytes for u in subjects[n].blocks) for n in ("qlora", "lora"))
+    assert packed / plain == pytest.approx(4.5 / 16, rel=0.01)
+    assert [mode.name for mode in MODES if not mode.ready] == ["full-8bit", "low-rank"]
+
+
+def test_the_search_is_deterministic_and_keeps_the_budgets() -> None:
+    subject = MODES[0].subject(subject_of("3b", SHAPES["3b"]))
+    for budgets in (Budgets(20 * GIB, 56 * GIB, SSD.free, False), Budgets(8 * GIB, 20 * GIB, SSD.free, False)):
+        first, second = (Search(subject, DESKTOP, budgets).best(Work(8, 1024)) for _ in range(2))
+        assert first is not None and second is not None
+        assert (first.placement, first.work, first.step.seconds) == (
+            second.placement, second.work, second.step.seconds,
+        )  # fmt: skip
+        assert first.peaks.device_bytes <= budgets.device  # type: ignore[operator]
+        assert first.peaks.host_bytes <= budgets.host
+    assert DISK in first.placement.state
+    room = Search(subject, DESKTOP, Budgets(20 * GIB, 56 * GIB, None, False)).best(Work(8, 1024))
+    assert room is not None and DISK not in (*room.placement.state, *room.placement.weights)
+
+
+def test_more_memory_is_never_slower_and_never_shortens_rows() -> None:
+    subject = MODES[0].subject(subject_of("1b", SHAPES["1b"]))
+    seconds, longest = [], []
+    for device in (6, 10, 16, 24, 48):
+        search = Search(subject, H200, Budgets(device * GIB, 100 * GIB, None, False))
+        choice = search.best(Work(4, 1024))
+        assert choice is not None
+        seconds.append(choice.step.seconds)
+        longest.append(search.longest(131072))
+    assert all(later <= earlier * 1.001 for earlier, later in pairwise(seconds)), seconds
+    assert longest == sorted(longest) and longest[0] > 0
+    fits = Search(subject, H200, Budgets(6 * GIB, 100 * GIB, None, False))
+    assert fits.fits(Work(1, longest[0])) and not fits.fits(Work(1, longest[0] + 256))
+
+
+def test_what_is_lacking_is_told_to_the_byte() -> None:
+    subject, work = MODES[0].subject(subject_of("8b", SHAPES["8b"])), Work(1, 1024)
+    budgets = Budgets(24 * GIB, 64 * GIB, None, False)
+    short, tier = Search(subject, DESKTOP, budgets).shortfall(work)
+    assert tier == HOST and short > 0
+    enough = Search(subject, DESKTOP, replace(budgets, host=budgets.host + short))
+    choice = enough.best(work)
+    assert choice is not None and choice.peaks.host_bytes <= budgets.host + short
+    assert Search(subject, DESKTOP, replace(budgets, host=budgets.host + short - 1)).best(work) is None
+
+
+def test_parts_of_the_blocks_on_a_faster_tier() -> None:
+    """Where the host has room for some of the state, fewer bytes pass the disk than with all of it there."""
+    subject = MODES[0].subject(subject_of("1b", SHAPES["1b"]))
+    budgets = Budgets(8 * GIB, 15 * GIB, SSD.free, False)
+    whole = Search(subject, DESKTOP, budgets).best(Work(4, 1024))
+    parts = Search(subject, DESKTOP, budgets, Space(shares=SHARES)).best(Work(4, 1024))
+    assert whole is not None and parts is not None
+    assert {DISK} <= set(whole.placement.state) and {HOST, DISK} <= set(parts.placement.state)
+    assert parts.step.seconds < whole.step.seconds
+    assert parts.step.moved["write"] < whole.step.moved["write"]
+
+
+def test_rows_pass_a_block_in_parts_where_all_do_not_fit() -> None:
+    subject = MODES[0].subject(subject_of("1b", SHAPES["1b"]))
+    budgets = Budgets(5 * GIB, 100 * GIB, None, False)
+    choice = Search(subject, H200, budgets).best(Work(32, 1024))
+    assert choice is not None and choice.work.at_once is not None and choice.work.at_once < 32
+    more = peaks(choice.subject, choice.placement, replace(choice.work, at_once=2 * choice.work.at_once), H200)
+    assert more.device_bytes > 5 * GIB
+
+
+def test_frozen_weights_have_one_home() -> None:
+    """Adapters and their state are on the device; a base that fits there is nowhere else."""
+    choice = Search(adapters(subject_of("1b", SHAPES["1b"])), H200, Budgets(24 * GIB, 100 * GIB, None, False)).best(
+        Work(4, 1024)
+    )
+    assert choice is not None
+    assert choice.placement.resident
+    assert set(choice.placement.weights) == {DEVICE}
+    assert choice.peaks.host.get("weights", 0) == 0
+
+
+def test_planning_imports_neither_torch_nor_numpy() -> None:
+    code = (
+        "import sys, headrace.plan.search, headrace.plan.modes, headrace.plan.shapes, headrace.plan.cards;"
+        "bad = {'torch', 'numpy', 'transformers'} & set(sys.modules); sys.exit(', '.join(bad) or 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
