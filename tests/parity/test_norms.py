@@ -77,7 +77,27 @@ def test_only_the_input_is_kept(dtype: torch.dtype) -> None:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept[-1].append(t), t)[1], lambda t: t):
             norm(x)
         assert any(t.numel() == x.numel() for t in kept[-1])
-    assert [t.data_ptr() for t in kept[1]] == [x.data_ptr()]
+    assert [t.data_ptr() for t in kept[1]] == [x.data_ptr(), ours.weight.data_ptr()]
+
+
+def test_a_weight_that_was_written_is_noticed() -> None:
+    for norm in both(nn.LayerNorm, torch.float32):
+        out = norm(torch.randn(3, 24, requires_grad=True))
+        with torch.no_grad():
+            norm.weight.mul_(2.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+def test_hooks_of_weights_see_each_gradient_once() -> None:
+    for norm in both(nn.LayerNorm, torch.float32):
+        seen: list[torch.Tensor] = []
+        norm.weight.register_hook(seen.append)
+        norm.bias.register_post_accumulate_grad_hook(lambda p, seen=seen: seen.append(p.grad))
+        x = torch.randn(3, 7, 24, requires_grad=True)
+        norm(x).square().sum().backward()
+        norm(x.detach()).sum().backward()
+        assert len(seen) == 4 and isinstance(norm._parameters["weight"], nn.Parameter)
 
 
 def test_what_is_no_norm_of_tokens_stays() -> None:

@@ -69,7 +69,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, taken: TakenNorm, autocast: Autocast, x: Tensor, *weights: Tensor) -> Tensor:
         ctx.taken, ctx.autocast = taken, autocast
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x, *weights)
         found = [taken.original(part) for (part,) in taken.parts(x)]
         return torch.cat(found).view(x.shape) if len(found) > 1 else found[0]
 
@@ -77,18 +77,27 @@ class _Norm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         taken: TakenNorm = ctx.taken
-        (x,), (moves, *needs) = ctx.saved_tensors, ctx.needs_input_grad[2:]
-        weights = [weight for weight, need in zip(taken.module.parameters(), needs, strict=True) if need]
+        (x, *saved), (moves, *needs) = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        parameters: dict[str, Any] = taken.module._parameters
+        own = {name: weight for name, weight in parameters.items() if weight is not None}
+        # Leaves of its own: the hooks of the parameters are for the gradients of the model's backward.
+        made = [weight.detach().requires_grad_(need) for weight, need in zip(saved, needs, strict=True)]
+        leaves = dict(zip(own, made, strict=True))
+        weights = [leaf for leaf in made if leaf.requires_grad]
         back: list[Tensor] = []
         sums: list[Tensor | None] = [None] * len(weights)
         for part, upstream in taken.parts(x, grad):
             leaf = part.detach().requires_grad_(moves)
             with torch.enable_grad(), ctx.autocast():
-                out = taken.original(leaf)
+                parameters.update(leaves)
+                try:
+                    out = taken.original(leaf)
+                finally:
+                    parameters.update(own)
             found = list(torch.autograd.grad(out, [leaf, *weights] if moves else weights, upstream))
             if moves:
                 back.append(found.pop(0))
             sums = [wide_sum(total, term) for total, term in zip(sums, found, strict=True)]
         totals = (total.to(w.dtype) for total, w in zip(sums, weights, strict=True) if total is not None)
-        own = None if not moves else back[0] if len(back) == 1 else torch.cat(back).view(x.shape)
-        return (None, None, own, *(next(totals) if need else None for need in needs))
+        whole = None if not moves else back[0] if len(back) == 1 else torch.cat(back).view(x.shape)
+        return (None, None, whole, *(next(totals) if need else None for need in needs))
