@@ -19,6 +19,7 @@ from rich.console import Console
 from cpu.test_cli_world import headrace
 from headrace import __version__
 from headrace.cli.config import FLAGS, RunConfig
+from headrace.cli.config_lora import Lora
 from headrace.cli.main import app
 from headrace.cli.progress import Display, StepLog
 from headrace.cli.rates import rate_factor
@@ -59,7 +60,7 @@ def test_version_and_help() -> None:
 def callbacks() -> dict[str, Callable[..., Any]]:
     """The function behind `headrace` and those behind its commands, by name."""
     found = {command.callback.__name__: command.callback for command in app.registered_commands if command.callback}
-    assert set(found) == {"train", "sample", "verify", "bench"}
+    assert set(found) == {"train", "sample", "verify", "quantize", "merge", "bench"}
     assert app.registered_callback is not None and app.registered_callback.callback is not None
     return {"": app.registered_callback.callback, **found}
 
@@ -87,7 +88,7 @@ def test_every_option_is_named_where_it_is_declared(command: str) -> None:
         assert names[0].split("/")[0] == parsed[parameter.name].opts[0] == wanted
         assert re.fullmatch(r"--[a-z]+(-[a-z]+)*", wanted) and re.search(rf"{wanted}\b", printed), wanted
         options += 1
-    assert options >= (1 if not command else 5)
+    assert options >= {"": 1, "merge": 2}.get(command, 5)
 
 
 def test_options_that_the_readme_shows_are_there() -> None:
@@ -160,7 +161,12 @@ def test_list_shows_every_option_with_type_default_and_meaning() -> None:
     assert [block[0].split("  ")[0] for block in blocks] == [
         name + "*" * (name in FLAGS) for name in RunConfig.model_fields
     ]
-    assert all(len(block) == 2 and block[1].startswith("    ") and block[1].endswith(".") for block in blocks)
+    assert all(block[1].startswith("    ") and block[1].endswith(".") for block in blocks)
+    inner = {block[0].split("  ")[0]: block[2:] for block in blocks if len(block) > 2}
+    assert inner.keys() == {"lora"}
+    names = [line.split()[0] for line in inner["lora"][::2]]
+    assert names == [f"lora.{name}" for name in Lora.model_fields]
+    assert all(line.startswith("        ") and line.endswith(".") for line in inner["lora"][1::2])
     heads = [block[0] for block in blocks]
     for head in (
         "lr*  (number at least 0; default 1e-05)",
@@ -248,7 +254,7 @@ def test_pipe_gets_plain_lines_first_and_last_and_not_more_than_one_a_second(
 
 def test_options_of_the_file_are_frozen() -> None:
     """An option more is a decision, not an accident."""
-    assert len(RunConfig.model_fields) == 40
+    assert len(RunConfig.model_fields) == 41 and len(Lora.model_fields) == 9
 
 
 def test_full_disk_is_one_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

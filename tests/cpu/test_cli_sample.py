@@ -66,7 +66,7 @@ def test_chat_template(folder: Path, tmp_path: Path) -> None:
     [
         ("nowhere", "holds no model. there is no such folder"),
         (".", "holds no model. config.json is missing."),
-        ("adapter", "holds an adapter, not a model. adapter_config.json is there"),
+        ("adapter", "is for is not there. adapter_config.json names ''"),
         ("stopped", "holds no model. config.json is missing, but there are checkpoints: the run was not finished"),
     ],
 )

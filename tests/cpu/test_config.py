@@ -181,6 +181,7 @@ NON_DEFAULT: dict[str, tuple[Any, Any]] = {
     "validation": (0.1, 0.2), "eval_every": (3, 4), "save_every": (5, 6), "keep": (1, 3), "seed": (8, 9),
     "resume": (True, False), "log": ("/tmp/c", "/tmp/d"), "tokenizer": ("org/c", "org/d"),
     "placement": ({"weights": "host", "state": "host"}, {"weights": "device", "state": "host"}),
+    "lora": ({"r": 3, "targets": ["q_proj"]}, {"alpha": 5.0, "dora": True}),
 }  # fmt: skip
 
 

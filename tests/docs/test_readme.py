@@ -102,12 +102,13 @@ def test_quick_start_in_python_trains(folder: Path, monkeypatch: pytest.MonkeyPa
 def test_commands_run(folder: Path) -> None:
     """Each `headrace` line of the README, in order: it trains, samples, resumes and shows help."""
     ours = [command for command in COMMANDS if command.startswith("headrace ")]
-    assert {command.split()[1] for command in ours} == {"train", "sample", "verify", "bench", "quantize"}
+    assert {command.split()[1] for command in ours} == {"train", "sample", "verify", "bench", "quantize", "merge"}
     printed = {command: run_command(command, folder) for command in ours}
     assert (folder / "run" / "model.safetensors").exists() or list((folder / "run").glob("*.safetensors"))
     assert (folder / "from-file" / "config.json").exists()
     assert "--device-memory" in printed["headrace train --help"]
     assert (folder / "my-model-nf4" / "packed.safetensors").exists()
+    assert (folder / "adapted" / "adapter_model.safetensors").exists() and (folder / "merged" / "config.json").exists()
     verified = next(text for command, text in printed.items() if command.startswith("headrace verify"))
     assert "pass: float32, tolerance 1e-05, placements host pass, disk pass" in verified
     benched = next(text for command, text in printed.items() if command.startswith("headrace bench"))

@@ -15,6 +15,7 @@ from torch import nn
 import headrace
 from headrace.cli.config import RunConfig
 from headrace.cli.config_file import ConfigError
+from headrace.cli.lora import adapted
 from headrace.cli.progress import Waiting, unseen
 from headrace.cli.random_state import seed_all
 from headrace.cli.rates import rate_factor
@@ -80,9 +81,9 @@ def assemble(config: RunConfig, say: Callable[[str], None], waiting: Waiting = u
     steps = config.steps or (config.epochs or 1) * sampler.steps_per_epoch
     if config.warmup >= steps and config.warmup:
         raise ConfigError([f"warmup = {config.warmup} leaves nothing of the {steps} steps"])
+    flat, call = train.apart and wants_flat_rows(model), packed_call(model) if train.apart else {}
     with waiting("opening the stores and reading the weights"):
-        model, optimizer = _streamed(config, model)
-    flat = train.apart and wants_flat_rows(model)
+        model, optimizer = _streamed(config, adapted(config, model))
     if train.apart:
         _keep_apart(model, train, flat)
     factor = partial(rate_factor, schedule=config.schedule, warmup=config.warmup, steps=steps)
@@ -90,7 +91,7 @@ def assemble(config: RunConfig, say: Callable[[str], None], waiting: Waiting = u
     return Parts(
         config, model, tokenizer, session(model), optimizer, scheduler, train, validation, sampler,
         encoder.pad, steps, {"data": train.fingerprint, "model": model_fingerprint(model)},
-        packed_call(model) if train.apart else {}, flat,
+        call, flat,
     )  # fmt: skip
 
 

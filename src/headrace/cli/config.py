@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from headrace.base.errors import OptionError
 from headrace.base.units import parse_bytes
+from headrace.cli.config_lora import Lora
 
 FLAGS = (
     "model", "config_model", "tokenizer", "data", "output", "steps", "epochs", "batch", "accumulation",
@@ -73,6 +74,9 @@ class RunConfig(BaseModel):
     """What to do with rows longer than sequence_length: refuse the run, drop them, or cut their end off."""
     broken_rows: Literal["refuse", "skip"] = "refuse"
     """What to do with rows that cannot be read: refuse the run, or skip them."""
+
+    lora: Lora | None = None
+    """Train adapters beside the frozen model, and save them in peft's format; {} takes the defaults below."""
 
     lr: Annotated[float, Field(ge=0)] = 1e-5
     """Highest learning rate."""
@@ -194,6 +198,10 @@ class RunConfig(BaseModel):
                 raise ValueError("is no fraction of the rows: use a number between 0 and 1, or paths")
             return fraction
         return items
+
+
+SECTIONS: dict[str, type[BaseModel]] = {"placement": Placement, "lora": Lora}
+"""Options that hold options."""
 
 
 def helps() -> dict[str, str]:

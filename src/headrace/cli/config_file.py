@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from headrace.base.errors import OptionError
-from headrace.cli.config import Placement, RunConfig, Tier
+from headrace.cli.config import SECTIONS, RunConfig
 from headrace.cli.config_rules import broken_rules, resolved
 from headrace.cli.names import NEAR, nearest, strays, unknown
 
@@ -21,7 +21,11 @@ Place = tuple[str | int, ...]
 INSTEAD = {"steps": "epochs", "epochs": "steps", "model": "config_model", "config_model": "model"}
 """Options of which one replaces the other: a flag silences the other's line in the file, with a note."""
 
-PLACEMENT = '{"weights": "host", "state": "disk"}'
+FORMS = {
+    "placement": 'is not "auto" and not of the form {"weights": "host", "state": "disk"}',
+    "lora": 'is not of the form {"r": 16, "alpha": 32}, of whose options each has a default',
+}
+"""What is wrong with a section that is none."""
 
 
 class ConfigError(OptionError):
@@ -213,7 +217,7 @@ def _explained(place: Place, item: dict[str, Any]) -> str:
     name = ".".join(str(part) for part in place if isinstance(part, str))
     kind, context = str(item["type"]), item.get("ctx", {})
     if kind == "extra_forbidden":
-        names = list(RunConfig.model_fields if len(place) == 1 else Placement.model_fields)
+        names = list((RunConfig if len(place) == 1 else SECTIONS[str(place[0])]).model_fields)
         return unknown(name, str(place[-1]), names)
     value = f"{name} = {item['input']!r}"
     if kind == "value_error":
@@ -229,13 +233,12 @@ def _explained(place: Place, item: dict[str, Any]) -> str:
         "greater_than": f"is too small: more than {context.get('gt')}",
         "less_than": f"is too large: less than {context.get('lt')}",
         "tuple": "is not a list", "too_": f"has {context.get('actual_length')} entries",
-        "missing": "has too few entries: two are needed", "model": f'is not "auto" and not of the form {PLACEMENT}',
+        "missing": "has too few entries: two are needed", "model": FORMS.get(name, ""),
     }  # fmt: skip
     told = next((text for start, text in texts.items() if kind.startswith(start)), str(item["msg"]))
     return f"{value} {told}"
 
 
 def _choices(place: Place) -> list[str]:
-    if len(place) > 1:
-        return list(get_args(Tier))
-    return list(get_args(RunConfig.model_fields[str(place[0])].annotation))
+    fields = (RunConfig if len(place) == 1 else SECTIONS[str(place[0])]).model_fields
+    return list(get_args(fields[str(place[len(place) > 1])].annotation))

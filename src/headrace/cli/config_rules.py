@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Set
 from pathlib import Path
 
+from headrace.cli.adapters import is_adapter
 from headrace.cli.config import RunConfig
 from headrace.data.sources import absolute, dataset_of
 
@@ -30,6 +31,10 @@ def _combinations(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
         yield ("model", "config_model"), "model and config_model exclude each other: fine-tune one, or start the other"
     if config.config_model is not None and config.model is None and config.tokenizer is None:
         yield ("tokenizer", "config_model"), "a tokenizer is missing: config_model needs --tokenizer FOLDER"
+    if config.lora is not None and config.config_model is not None:
+        yield ("lora", "config_model"), "lora needs a trained model: --model FOLDER in place of config_model"
+    if config.lora is not None and config.lora.dtype == "bfloat16" and config.dtype == "float32":
+        yield ("lora", "dtype"), 'lora.dtype = "bfloat16" is narrower than dtype = "float32": leave one of them out'
     if not config.data:
         yield ("data",), "data is missing: --data PATH"
     if not config.output:
@@ -64,6 +69,8 @@ def _files(config: RunConfig) -> Iterator[tuple[str, str]]:
             folder = Path(value).expanduser()
             if not folder.exists() and (value.startswith(("/", ".", "~")) or value.count("/") > 1):
                 yield name, f"{name} = {value!r} does not exist"
+            elif name == "model" and is_adapter(folder):
+                yield name, f"model = {value!r} is an adapter: name the model it was trained on, or headrace merge them"
             elif name == "model" and folder.exists() and not (folder / "config.json").is_file():
                 yield name, f"model = {value!r} holds no config.json: it is no model folder"
     if config.config_model is not None:

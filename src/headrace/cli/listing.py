@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.cli.config import FLAGS, RunConfig, helps
+from headrace.cli.config import FLAGS, SECTIONS, RunConfig, helps
 from headrace.cli.flags import METAVARS
 
 # Where an option takes more than its type says: sizes as text, a fraction or paths, a nested mapping.
 _KINDS = {
     "chat_template": "FILE", "data": "list of PATH|ID", "log": "FILE",
-    "placement": "auto | {weights: TIER, state: TIER}", "validation": "FRACTION | list of PATH",
+    "lora": "{r: N, alpha: NUMBER, ...}", "placement": "auto | {weights: TIER, state: TIER}",
+    "validation": "FRACTION | list of PATH",
 }  # fmt: skip
 _TYPES = {"string": "TEXT", "boolean": "true | false", "integer": "whole number", "number": "number", "null": "null"}
 
@@ -28,7 +29,21 @@ def listing() -> str:
         kind = kind.removesuffix(" | null") if field["default"] is None else kind  # leaving it out says the same
         default = _shown(RunConfig.model_fields[name].default)
         lines += ["", f"{name}{'*' * (name in FLAGS)}  ({kind}; {default})", f"    {' '.join(texts[name].split())}"]
+        lines += _inner(name)
     return "\n".join(lines)
+
+
+def _inner(section: str) -> list[str]:
+    """The options inside an option that explain themselves."""
+    fields = SECTIONS[section].model_fields if section in SECTIONS else {}
+    told = {name: field for name, field in fields.items() if field.description}
+    schema = SECTIONS[section].model_json_schema()["properties"] if told else {}
+    return [
+        line
+        for name, field in told.items()
+        for line in (f"    {section}.{name}  ({_kind(schema[name])}; {_shown(field.default)})",
+                     f"        {' '.join(str(field.description).split())}")
+    ]  # fmt: skip
 
 
 def _kind(field: dict[str, Any]) -> str:
@@ -37,6 +52,8 @@ def _kind(field: dict[str, Any]) -> str:
         return " | ".join(_kind(part) for part in field["anyOf"])
     if "enum" in field or "const" in field:
         return " | ".join(field.get("enum") or [field["const"]])
+    if "items" in field:
+        return "list of TEXT"
     if "prefixItems" in field:
         return "[" + ", ".join(_kind(part) for part in field["prefixItems"]) + "]"
     signs = {"minimum": "at least", "exclusiveMinimum": "above", "exclusiveMaximum": "below"}

@@ -13,6 +13,7 @@ from headrace import __version__
 from headrace.cli.bench import bench
 from headrace.cli.exits import told
 from headrace.cli.flags import with_config_flags
+from headrace.cli.merge import merge
 from headrace.cli.quantize import quantize
 from headrace.cli.verify import verify
 
@@ -103,6 +104,7 @@ def sample(
 
 app.command()(verify)
 app.command()(quantize)
+app.command()(merge)
 app.command()(bench)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from rich.console import Console
 
 from headrace.base.errors import ModelError, OptionError
 from headrace.base.units import format_bytes
+from headrace.cli.adapters import CONFIG, is_adapter, peft_library
 from headrace.cli.progress import waiting_on
 
 
@@ -18,8 +20,10 @@ def sample(folder: str, prompt: str, *, max_new_tokens: int, temperature: float,
     Raises ModelError when the folder holds no model, OptionError for an empty prompt, and for `chat` without a chat
     template.
     """
+    base = _base_of(Path(folder))
     _check_folder(Path(folder))
-    size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+    places = [Path(folder), *([Path(base)] if base is not None else [])]
+    size = sum(path.stat().st_size for place in places for path in place.glob("*.safetensors"))
     with waiting_on(Console(stderr=True, highlight=False))(f"loading the model ({format_bytes(size)})"):
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
@@ -29,7 +33,10 @@ def sample(folder: str, prompt: str, *, max_new_tokens: int, temperature: float,
         logging.disable_progress_bar()
         tokenizer = _loaded(AutoTokenizer, folder)
         inputs = _inputs(tokenizer, prompt, chat)
-        model = _loaded(AutoModelForCausalLM, folder, dtype="auto").to("cuda" if torch.cuda.is_available() else "cpu")
+        model = _loaded(AutoModelForCausalLM, folder if base is None else base, dtype="auto")
+        if base is not None:
+            model = _loaded(peft_library().PeftModel, folder, model=model)
+        model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     torch.manual_seed(seed)
     drawn = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     plain = {"temperature": None, "top_p": None, "top_k": None} | drawn  # else settings saved with the model mix in
@@ -41,16 +48,24 @@ def sample(folder: str, prompt: str, *, max_new_tokens: int, temperature: float,
         )
 
 
+def _base_of(folder: Path) -> str | None:
+    """The model that an adapter in `folder` is for; None where it holds a model."""
+    if not is_adapter(folder):
+        return None
+    base: str = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path") or ""
+    if not base or (Path(base).is_absolute() and not Path(base).is_dir()):
+        raise ModelError(
+            f"the model that the adapter in {folder} is for is not there", f"{CONFIG} names {base!r}",
+            f"Write its place into base_model_name_or_path of {folder / CONFIG}",
+        )  # fmt: skip
+    return base
+
+
 def _check_folder(folder: Path) -> None:
-    if not (folder / "config.json").is_file():
+    if not (folder / "config.json").is_file() and not is_adapter(folder):
         found = "there is no such folder" if not folder.is_dir() else "config.json is missing"
         if any((folder / "checkpoints").glob("step-*")):
             found += ", but there are checkpoints: the run was not finished"
-        if (folder / "adapter_config.json").is_file():
-            raise ModelError(
-                f"{folder} holds an adapter, not a model", "adapter_config.json is there, config.json is not",
-                "Load it with peft (PeftModel.from_pretrained on its base), merge_and_unload it, and save that",
-            )  # fmt: skip
         raise ModelError(f"{folder} holds no model", found, "Give the output folder of a finished training run")
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         raise ModelError(
@@ -74,10 +89,11 @@ def _inputs(tokenizer: Any, prompt: str, chat: bool) -> Any:
     return inputs
 
 
-def _loaded(kind: Any, folder: str, **options: Any) -> Any:
+def _loaded(kind: Any, folder: str, model: Any = None, **options: Any) -> Any:
+    """What a class of transformers makes of a folder; peft's is given the `model` that its adapter is for."""
     try:
-        return kind.from_pretrained(folder, **options)
-    except (OSError, ValueError) as error:
+        return kind.from_pretrained(*(() if model is None else (model,)), folder, **options)
+    except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(
             f"the model in {folder} cannot be loaded", " ".join(str(error).split())[:300],
             "Give the output folder of a finished training run",

@@ -23,6 +23,9 @@ from headrace.cli.signals import Stop, Stopped
 from headrace.files.atomic import write_file
 from headrace.files.leftovers import lock
 
+RESULTS = ("config.json", "adapter_config.json")
+"""Files of which a finished run has one in its output: that of a model, or of adapters."""
+
 
 def train(file: Path | None, flags: Mapping[str, Any], settings: Sequence[str], rest: Sequence[str] = ()) -> None:
     """Train as configured. Exits with 130 or 143 after a signal; raises ConfigError (exit code 2) for mistakes."""
@@ -75,7 +78,8 @@ def _run(config: RunConfig, console: Console, stop: Stop) -> bool:
             with waiting("writing the model"):
                 parts.model.save_pretrained(output)
                 parts.tokenizer.save_pretrained(output)
-            say(f'model in {output}; try it: headrace sample {quote(str(output))} "Once upon a time"')
+            what = "model" if parts.config.lora is None else "adapter"
+            say(f'{what} in {output}; try it: headrace sample {quote(str(output))} "Once upon a time"')
         else:
             say(f"stopped after step {loop.step} of {parts.steps}; go on with: "
                 f"headrace train --config {quote(str(output / 'run.yaml'))} --resume")  # fmt: skip
@@ -166,7 +170,7 @@ def _claimed(output: Path, resume: bool) -> Iterator[None]:
 
 def _refuse_used(output: Path, resume: bool) -> None:
     """Raise ConfigError when the folder holds something that this run must not overwrite."""
-    complete = (output / "run.yaml").exists() and (output / "config.json").exists()
+    complete = (output / "run.yaml").exists() and any((output / name).exists() for name in RESULTS)
     saved = any((output / "checkpoints").glob("step-*"))
     if not resume and (complete or saved):
         way = "go on with --resume, or name another folder" if saved else "name another folder"
@@ -177,16 +181,18 @@ def _refuse_used(output: Path, resume: bool) -> None:
              "again: name another folder (save_every keeps checkpoints)"]
         )  # fmt: skip
     ours = (output / "run.yaml").exists() or (output / "checkpoints").exists()
-    if not ours and ((output / "config.json").exists() or any(output.glob("*.safetensors"))):
+    if not ours and (any((output / name).exists() for name in RESULTS) or any(output.glob("*.safetensors"))):
         raise ConfigError([f"output = {str(output)!r} holds a model that no run made here: name another folder"])
 
 
 def _warn_of_small_disk(config: RunConfig, model: Any, say: Any) -> None:
     """Say before training when the checkpoints and the export will not fit."""
-    numbers = sum(parameter.numel() for parameter in model.parameters())
+    numbers = sum(
+        parameter.numel() for parameter in model.parameters() if config.lora is None or parameter.requires_grad
+    )
     moments = 8 if config.moments == "float32" else 4
     saved = numbers * (4 + moments) * (config.keep + 1 if config.save_every else 1)
-    need = saved + numbers * (2 if config.dtype == "bfloat16" else 4)
+    need = saved + numbers * (2 if config.dtype == "bfloat16" and config.lora is None else 4)
     free = shutil.disk_usage(config.output).free
     if need > free:
         say(

@@ -1,0 +1,170 @@
+"""An adapter of peft merged into its base, one tensor at a time, and written as an ordinary model folder.
+
+Two models are built without weights: one carries the adapter and computes merged layers, the other says what the files
+of the result hold. A layer's weights are read when their turn comes, merged by peft itself, and let go.
+
+[Note: Ties] An embedding and a head that are one weight stay one when the adapter changes both alike, or neither. Where
+their merged values differ, each is stored, and the configuration says that they are not tied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.base.errors import ModelError
+from headrace.checkpoint.export import save_pretrained
+from headrace.files.safetensors import TensorReader
+from headrace.model.build import load_model
+from headrace.model.quantised import PackedHome
+from headrace.model.parked import Home, WeightValue, is_parked
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+def merge(
+    base: str, adapter: Path, out: Path, dtype: torch.dtype | None, say: Callable[[str], None],
+    max_shard_bytes: float = 5e9,
+) -> None:  # fmt: skip
+    """Write the merged model to `out`. `dtype`: of the result; None: of the base's files, in which peft merges.
+
+    Raises ModelError when the adapter is missing or of another base, or the base is packed; nothing is written then.
+    """
+    if not (adapter / WEIGHTS).is_file():
+        raise ModelError(f"{adapter} holds no adapter", f"{WEIGHTS} is missing", "Name a folder that peft has saved")
+    values = _Merged(_adapted(base, adapter))
+    result = load_model(base, dtype=dtype)
+    for target, origin in _ties(result):
+        if not torch.equal(values.read(target), values.read(origin)):
+            _untie(result, target)
+            say(f"{target} and {origin} were one weight; the adapter makes them differ: both are stored")
+    save_pretrained(result, out, values.read, max_shard_bytes=max_shard_bytes)
+    say(f"{len(values.changed)} layers merged")
+
+
+class _Changed:
+    """The home of a weight of the base that an adapter's file may hold too: its biases, say. See model.parked.Home."""
+
+    def __init__(self, home: Home) -> None:
+        self.device, self._home = home.device, home
+        self._value: Tensor | None = None
+
+    def read(self, parameter: nn.Parameter) -> Tensor:
+        return self._home.read(parameter) if self._value is None else self._value.clone()
+
+    def write(self, parameter: nn.Parameter, value: Tensor) -> None:
+        self._value = value.detach().to(parameter.dtype).clone()
+
+
+class _Merged:
+    """Merged values of a model with adapters, by the names that its base has without them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        found = [name for name, part in model.named_modules() if _changes(part)]
+        self.changed = [name for name in found if not any(name.startswith(f"{outer}.") for outer in found)]
+        """Layers that the adapter changes."""
+
+    def read(self, name: str) -> Tensor:
+        """The value of the parameter called `name`."""
+        path, _, leaf = name.rpartition(".")
+        layer = next((layer for layer in self.changed if path == layer or path.startswith(f"{layer}.")), None)
+        if layer is None:
+            value = getattr(self._model.get_submodule(path), leaf).detach()
+            return value.plain() if isinstance(value, WeightValue) else value
+        with _merged(self._model.get_submodule(layer)) as inside:
+            part: Any = inside.get_submodule(path[len(layer) + 1 :])
+            merged: Tensor = getattr(part, leaf).detach()
+            return merged
+
+
+def _changes(part: nn.Module) -> bool:
+    """A layer of peft's, which stands in the place of one of the base."""
+    return any(hasattr(part, name) for name in ("base_layer", "modules_to_save", "token_adapter"))
+
+
+@contextlib.contextmanager
+def _merged(layer: Any) -> Iterator[nn.Module]:
+    """What peft leaves in the place of a layer when it merges it; the layer's weights are in memory inside."""
+    places: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for part in layer.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and is_parked(parameter):
+                places.append((part, name, parameter))
+    try:
+        for part, name, parameter in places:
+            value = parameter._headrace_home.read(parameter)  # type: ignore[attr-defined]
+            part._parameters[name] = nn.Parameter(value, requires_grad=False)
+        with torch.no_grad():
+            yield _unloaded(layer)
+    finally:
+        for part, name, parameter in places:
+            part._parameters[name] = parameter
+        for part in layer.modules():  # what it would take back is gone
+            if getattr(part, "merged_adapters", None):
+                part.merged_adapters.clear()
+
+
+def _unloaded(layer: Any) -> nn.Module:
+    """As in peft's `merge_and_unload`, but the layer stays in its model."""
+    if hasattr(layer, "unload_and_optionally_merge_module"):
+        merged: nn.Module = layer.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+        return merged
+    layer.merge()
+    plain: nn.Module = layer.get_base_layer()
+    return plain
+
+
+def _ties(model: Any) -> list[tuple[str, str]]:
+    """(target, origin) of names that are one parameter."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    pairs = dict(model.all_tied_weights_keys).items()
+    return [(t, o) for t, o in pairs if t in parameters and parameters[t] is parameters.get(o)]
+
+
+def _untie(model: nn.Module, target: str) -> None:
+    """Give a name a parameter of its own, without memory: only its shape and format are looked at."""
+    path, _, leaf = target.rpartition(".")
+    owner = model.get_submodule(path)
+    one = owner._parameters[leaf]
+    assert one is not None
+    own = torch.empty(one.shape, dtype=one.dtype, device="meta")
+    owner._parameters[leaf] = nn.Parameter(own, requires_grad=False)
+
+
+def _adapted(base: str, adapter: Path) -> nn.Module:
+    """The base with its adapter, weights still in their files. Refuses an adapter with other tensors than fit it."""
+    import peft
+
+    plain = load_model(base)
+    packed = sum(isinstance(getattr(p, "_headrace_home", None), PackedHome) for p in plain.parameters())
+    if packed:
+        raise ModelError(f"{base} is quantised", f"{packed} weights are packed", "Merge into the original model")
+    for parameter in plain.parameters():
+        if is_parked(parameter):
+            parameter._headrace_home = _Changed(parameter._headrace_home)
+    # peft asks for state dicts to learn names: with the parameters themselves in them, nothing is read.
+    plain.state_dict = lambda *given, **named: type(plain).state_dict(plain, *given, **{**named, "keep_vars": True})
+    try:
+        model = peft.PeftModel.from_pretrained(plain, adapter, torch_device="cpu")
+    except (RuntimeError, ValueError) as error:
+        raise _of_another_base(base, adapter, " ".join(str(error).split())[:300]) from error
+    state = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    wanted = {name: tuple(value.shape) for name, value in state.items()}
+    with TensorReader(adapter / WEIGHTS) as reader:
+        found = {name: reader.entries[name].shape for name in reader if name in wanted or "lora_" in name}
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            reason = f"{name}: {found.get(name, 'missing')} in its file, {wanted.get(name, 'no such tensor')} here"
+            raise _of_another_base(base, adapter, reason)
+    merged: nn.Module = model.get_base_model()
+    return merged
+
+
+def _of_another_base(base: str, adapter: Path, reason: str) -> ModelError:
+    return ModelError(f"the adapter in {adapter} does not fit {base}", reason, "Name the model that it was trained on")
