@@ -21,8 +21,8 @@ from headrace.base.errors import ModelError
 from headrace.checkpoint.export import save_pretrained
 from headrace.files.safetensors import TensorReader
 from headrace.model.build import load_model
-from headrace.model.quantised import PackedHome
 from headrace.model.parked import Home, WeightValue, is_parked
+from headrace.model.quantised import PackedHome
 
 WEIGHTS = "adapter_model.safetensors"
 
