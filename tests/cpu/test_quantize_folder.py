@@ -71,7 +71,7 @@ def test_opening_decodes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     with LiveBytes() as memory, monkeypatch.context() as patched:
         model = load_model(tmp_path / "b")
-        for name in ("encode", "decode"):
+        for name in ("encode", "decoding"):
             patched.setattr(f"headrace.codec.entries.{name}", refuse)
         memory.reset()
         before = memory.live

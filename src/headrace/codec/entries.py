@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from headrace.codec.packed import decode, encode
+from headrace.codec.packed import decoding, encode
 from headrace.spec.codecs import codec_named
 from headrace.spec.layout import Entry
 
@@ -37,8 +38,13 @@ def unpack(entry: Entry, packed: Tensor) -> Tensor:
 
 def unpack_into(entry: Entry, packed: Tensor, out: Tensor) -> None:
     """The same into `out` (the entry's shape), on the current stream. Bytes from elsewhere come to its device first."""
+    unpacking(entry, packed.to(out.device, non_blocking=True), out)()
+
+
+def unpacking(entry: Entry, packed: Tensor, out: Tensor) -> Callable[[], None]:
+    """`unpack_into` of bytes on the device of `out`, to be called whenever they have changed."""
     assert entry.codec is not None
-    decode(codec_named(entry.codec), packed.to(out.device, non_blocking=True), out)
+    return decoding(codec_named(entry.codec), packed, out)
 
 
 def error_of(entry: Entry, value: Tensor, packed: Tensor) -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -60,6 +62,11 @@ def decode(codec: Codec, packed: Tensor, out: Tensor) -> None:
     CUDA it runs on the current stream and never waits. Beside `out` it needs the scales in fp32 on the CPU, and nothing
     on CUDA.
     """
+    decoding(codec, packed, out)()
+
+
+def decoding(codec: Codec, packed: Tensor, out: Tensor) -> Callable[[], None]:
+    """`decode` of these tensors, to be called any number of times: they are looked at once."""
     shape = tuple(out.shape)
     parts = views(codec, shape, packed)
     _check_like(out, packed, "out")
@@ -68,15 +75,14 @@ def decode(codec: Codec, packed: Tensor, out: Tensor) -> None:
     target = out.detach()
     codes, scales = parts["codes"], parts["scales"]
     if codec.name == "fp8":
-        packing.fp8_decode_(target.view(matrices(shape)), codes, scales)
-    elif codec.name == "nvfp4":
-        packing.nvfp4_decode_(target.view(matrices(shape)), codes, scales, parts["tensor_scale"], codec.block_size)
-    elif codec.name == "int8":
-        flat, block = _flat(codec, target)
-        packing.int8_decode_(flat, codes, scales, block)
-    else:
-        flat, block = _flat(codec, target)
-        packing.nf4_decode_(flat, codes, scales, parts.get("nested_scales"), parts.get("offset"), block)
+        return partial(packing.fp8_decode_, target.view(matrices(shape)), codes, scales)
+    if codec.name == "nvfp4":
+        stack = target.view(matrices(shape))
+        return partial(packing.nvfp4_decode_, stack, codes, scales, parts["tensor_scale"], codec.block_size)
+    flat, block = _flat(codec, target)
+    if codec.name == "int8":
+        return partial(packing.int8_decode_, flat, codes, scales, block)
+    return partial(packing.nf4_decode_, flat, codes, scales, parts.get("nested_scales"), parts.get("offset"), block)
 
 
 def views(codec: Codec, shape: tuple[int, ...], packed: Tensor) -> dict[str, Tensor]:

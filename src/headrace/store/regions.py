@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from headrace.base.errors import PlanError
 from headrace.base.events import EventLog
 from headrace.base.units import format_bytes
-from headrace.codec.entries import unpack_into
+from headrace.codec.entries import unpack_into, unpacking
 from headrace.spec.footprint import (
     ROW_PIECES,
     Footprint,
@@ -77,6 +78,7 @@ class Regions:
         self._extra: dict[str, list[HostArena]] = {"grads": [], "weights": []}
         self.files = FileWeights({u: found for u, found in pieces.items() if placement.home(u) == DISK})
         """Weights on disk that are the model's own files."""
+        self._computing: dict[tuple[int, int], tuple[list[Tensor], list[Callable[[], None]]]] = {}
         self.places: dict[str, Tensor] = {}
         """Slots s0.., host stages h0.., gradient slots g0.., places of updates on the device d0.., arrival stages a0..,
         update stages u0.., rows of an embedding e0.., logs of guesses l0.., the fp32 buffer `total`, decoded weights
@@ -236,14 +238,28 @@ class Regions:
         Those with a codec are decoded on the current stream into the one place for that, and stay there until another
         unit computes; the others are views of `region`.
         """
-        views = typed(region, unit.stored)
-        if unit.compressed:
-            places = iter(typed(self.places["decoded"], unit.decoded))
-            for index, entry in enumerate(unit.weights.entries):
-                if entry.codec is not None:
-                    packed, views[index] = views[index], next(places)
-                    unpack_into(entry, packed, views[index])
+        if not unit.compressed:
+            return typed(region, unit.stored)
+        key = unit.index, region.data_ptr()  # of one of a few places that stay where they are
+        if key not in self._computing:
+            self._computing[key] = self._prepare(unit, region)
+        views, decodings = self._computing[key]
+        for decode in decodings:
+            decode()
         return views
+
+    def _prepare(self, unit: Unit, region: Tensor) -> tuple[list[Tensor], list[Callable[[], None]]]:
+        """A compressed unit's weights as it computes, and what decodes them."""
+        views, decodings = typed(region, unit.stored), list[Callable[[], None]]()
+        places = iter(typed(self.places["decoded"], unit.decoded))
+        for index, entry in enumerate(unit.weights.entries):
+            if entry.codec is not None:
+                packed, views[index] = views[index], next(places)
+                if packed.device == views[index].device:
+                    decodings.append(unpacking(entry, packed, views[index]))
+                else:
+                    decodings.append(partial(unpack_into, entry, packed, views[index]))
+        return views, decodings
 
     def staged(self, unit: Unit, place: str) -> tuple[Tensor | None, Tensor | None]:
         """(trained weights, state) of a unit inside an update stage; None for what is not staged there."""
@@ -306,6 +322,7 @@ class Regions:
         self._homes.clear()
         self._copies.clear()
         self.places.clear()
+        self._computing.clear()
         for arena in (*self._extra["grads"], *self._extra["weights"], self.host_arena, self.device_arena):
             arena.close()
         self.files.close()
