@@ -29,3 +29,19 @@ def test_what_is_said_once_and_how_it_prints(caplog: pytest.LogCaptureFixture) -
             log.once("rows B", "rows", "A runs whole", batch=3)
             assert list(map(str, log)) == ["[rows] A runs whole (batch=3)"] * 2
     assert [record.levelname for record in caplog.records] == ["INFO"] * 2 + ["WARNING"] * 2
+
+
+def test_those_that_came_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each once, in order, also when older ones were dropped meanwhile; of too many, the newest."""
+    monkeypatch.setattr(events, "MOST", 6)
+    log, told, seen = EventLog(), 0, []
+    for number in range(20):
+        log.add("check", str(number))
+        if number % 3 == 2:
+            told, new = log.since(told)
+            seen += [event.text for event in new]
+    assert seen == [str(number) for number in range(18)]
+    told, new = log.since(told)
+    assert (told, [event.text for event in new]) == (20, ["18", "19"])
+    assert log.since(told) == (20, [])
+    assert len(log.since(0)[1]) == 6

@@ -34,12 +34,14 @@ class EventLog:
         self._level = logging.WARNING if verbose else logging.INFO
         self._events: list[Event] = []
         self._seen: set[str] = set()
+        self._added = 0
         self._lock = threading.Lock()
 
     def add(self, kind: str, text: str, **numbers: object) -> None:
         event = Event(kind, text, numbers)
         with self._lock:
             self._events.append(event)
+            self._added += 1
             if len(self._events) > MOST:
                 del self._events[MOST // 2]
         logger.log(self._level, "%s", event)
@@ -51,6 +53,12 @@ class EventLog:
                 return
             self._seen.add(key)
         self.add(kind, text, **numbers)
+
+    def since(self, count: int) -> tuple[int, list[Event]]:
+        """How many events were added in all, and those after the first `count`, as far as they are kept."""
+        with self._lock:
+            new = min(self._added - count, len(self._events))
+            return self._added, self._events[len(self._events) - new :]
 
     def __iter__(self) -> Iterator[Event]:
         with self._lock:

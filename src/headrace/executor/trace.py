@@ -70,6 +70,10 @@ class Mark:
         self._stop = time.perf_counter()
         self.nbytes = self._trace.moved(self.op.lane) - self._before
 
+    def over(self) -> bool:
+        """The op has come to its end, also on its stream; nobody waits for that."""
+        return self._stop >= 0 and (self._last is None or self._last.query())
+
     def span(self, program: str, zero: float, base: torch.cuda.Event | None, after: float) -> Span | None:
         """What was measured; None for an op that never came to its end. `after`: when the lane's last op ended."""
         if self._stop < 0:
@@ -116,6 +120,11 @@ class Trace:
             self._streams[lane] = torch.cuda.Stream(self.device)
         self._streams[lane].wait_event(event)
         return _stamp(self._streams[lane])
+
+    def over(self) -> bool:
+        """Every op of every program that was started has come to its end; nobody waits for that."""
+        begun = list(self.marks)
+        return len(begun) == sum(len(program.ops) for program in self.programs) and all(m.over() for m in begun)
 
     def spans(self) -> list[Span]:
         """All ops that came to their end, each lane's in the order in which it ran them. Waits for the device."""

@@ -125,3 +125,17 @@ def _renew_scheduler_wrap(optimizer: torch.optim.Optimizer) -> None:
 
     wrapper._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = wrapper  # type: ignore[method-assign]
+
+
+def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Those of each group as they are now: a scheduler may change them while updates are still queued."""
+    return [
+        {key: _number(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
+
+
+def _number(value: Any) -> Any:
+    """Tensors as Python numbers, which nobody fills in place later; also inside betas."""
+    if isinstance(value, tuple | list):
+        return type(value)(_number(part) for part in value)
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

@@ -16,6 +16,7 @@ from torch import Tensor
 from headrace.base.errors import StepError
 from headrace.executor.trace import Trace
 from headrace.hardware import rates
+from headrace.optim.front import hyper_parameters
 from headrace.optim.rules import Call
 from headrace.spec.model import REST, Unit
 from headrace.spec.placement import DEVICE, DISK, HOST
@@ -37,19 +38,23 @@ RESIDENT = "resident"
 def recorded(session: Session) -> Iterator[Trace]:
     """See Session.record_trace."""
     session.wait()
+    session._executor.trace = trace = new_trace(session)
+    try:
+        yield trace
+        session.wait()
+    finally:
+        session._executor.trace = None
+
+
+def new_trace(session: Session) -> Trace:
+    """One that begins now; it records what the executor starts while it has it."""
     traffic, device_updates = session._actions.traffic, session._actions.on_device
     moved = {
         "h2d": lambda: traffic.to_device, "d2h": lambda: traffic.to_host,
         "device": lambda: device_updates.to_device + device_updates.to_host,
     }  # fmt: skip
     units = [unit.name for unit in session.spec.units]
-    trace = Trace(session.device, units, lambda lane: moved[lane]() if lane in moved else 0)
-    session._executor.trace = trace
-    try:
-        yield trace
-        session.wait()
-    finally:
-        session._executor.trace = None
+    return Trace(session.device, units, lambda lane: moved[lane]() if lane in moved else 0)
 
 
 def clip(session: Session, max_grad_norm: float | None) -> None:
@@ -202,7 +207,7 @@ def _updates(session: Session, at_most: int) -> dict[str, list[Call]]:
 def _first_calls(session: Session, units: Sequence[Unit], part: float) -> list[Call]:
     """The calls of the first units that make up a part of all elements; the last one is cut."""
     regions, calls = session._stream.regions, list[Call]()
-    groups = [{**group, "lr": 0.0, "weight_decay": 0.0} for group in session._groups()]
+    groups = [{**group, "lr": 0.0, "weight_decay": 0.0} for group in hyper_parameters(session.optimizer)]
     left = part * sum(entry.numel for unit in units for entry in unit.trained.entries)
     for unit in units:
         if left < 1:

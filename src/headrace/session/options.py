@@ -13,6 +13,7 @@ from typing import Any
 from headrace.base.errors import OptionError
 from headrace.base.units import parse_bytes
 from headrace.spec.precision import as_map
+from headrace.spec.traced import TracedSteps
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,11 @@ class Options:
     """Every so many optimizer steps the gradient of one block is computed again in fp32, beside the streaming path, and
     compared with the one that was streamed before its update uses it. Levels and cost: see session/parity_guard.py.
     None or 0: never."""
+    trace: int | str | None = None
+    """Steps whose ops are recorded, lane by lane: the first N, or "every K" steps. Each writes a file for
+    ui.perfetto.dev and `headrace report` into trace_dir; of many, the newest are kept (session/tracing.py)."""
+    trace_dir: str | Path = "trace"
+    """Folder for the files of `trace`, made when it is needed."""
     debug: bool = False
     """Freed slots read NaN."""
     quantize: Any = None
@@ -147,23 +153,25 @@ def _fault(name: str, value: Any) -> str | None:
         return f'placement must be "auto" or of the form {{"weights": "host", "state": "disk"}}, got {value!r}'
     if name in ("device_memory", "host_memory") and value is not None:
         return _caught(lambda: parse_bytes(value, name), ' (use bytes or text such as "8GiB")')
-    return _folder_fault(value) if name == "disk_dir" and value is not None else None
+    if name == "trace":
+        return _caught(lambda: TracedSteps.of(value), ' (use 3 for the first three steps, or "every 100")')
+    return _folder_fault(name, value) if name in ("disk_dir", "trace_dir") and value is not None else None
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
 
 
-def _folder_fault(value: Any) -> str | None:
+def _folder_fault(name: str, value: Any) -> str | None:
     """What stands against a folder `value`: it is made later, when everything else is known to be right."""
     if not isinstance(value, (str, os.PathLike)) or not str(value):
-        return f"disk_dir must be a path or None, got {value!r}"
+        return f"{name} must be a path or None, got {value!r}"
     place = Path(value).absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
     if not place.is_dir():
-        return f"disk_dir cannot be made: {place} is a file"
-    return None if os.access(place, os.W_OK | os.X_OK) else f"disk_dir cannot be used: {place} may not be written to"
+        return f"{name} cannot be made: {place} is a file"
+    return None if os.access(place, os.W_OK | os.X_OK) else f"{name} cannot be used: {place} may not be written to"
 
 
 def _caught(action: Callable[[], Any], advice: str = "") -> str | None:

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 
 def memory_report(session: Session) -> dict[str, Any]:
     """See Session.memory_report."""
+    return {**usage(session), "events": [str(event) for event in session.events]}
+
+
+def usage(session: Session) -> dict[str, dict[str, Any]]:
+    """Bytes by tier, peaks and traffic: what a memory report says without its events."""
     stream = session._stream
     need = stream.regions.allocated
     inputs, slots = stream.inputs.host_bytes, stream.inputs.device_bytes
@@ -33,5 +38,4 @@ def memory_report(session: Session) -> dict[str, Any]:
             "to_device": stream.actions.traffic.to_device + stream.actions.on_device.to_device,
             "to_host": stream.actions.traffic.to_host + stream.actions.on_device.to_host,
         },
-        "events": [str(event) for event in session.events],
     }  # fmt: skip

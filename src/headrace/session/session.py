@@ -22,6 +22,7 @@ from headrace.executor.taken import Taken
 from headrace.executor.trace import Trace
 from headrace.executor.trial import Trial
 from headrace.model.units import Anatomy
+from headrace.optim.front import hyper_parameters
 from headrace.optim.rules import Rule
 from headrace.plan.place import Budgets
 from headrace.plan.summary import counted
@@ -34,6 +35,7 @@ from headrace.session.options import Options
 from headrace.session.parity_guard import ParityGuard
 from headrace.session.report import memory_report
 from headrace.session.rest import Rest
+from headrace.session.tracing import Tracing
 from headrace.session.values import Values
 from headrace.spec.model import ModelSpec
 from headrace.spec.placement import DEVICE, Placement
@@ -74,6 +76,7 @@ class Session:
         stream.begun, stream.ended = self._begun, self._gradients.show
         self.budgets = budgets
         """Bytes that may be used, by tier."""
+        self._tracing = Tracing(self)
         self._trial = Trial(budgets.device, stream.sink, stream.regions, events, sends=options.placement == "auto")
         if options.check_memory:
             stream.trial = self._trial
@@ -164,6 +167,7 @@ class Session:
             self._queue_updates()
         if not self.options.overlap:
             self._settled(self._executor.check)
+        self._tracing.step_over()
 
     def _queue_updates(self) -> None:
         early = self._stream.begin_step()
@@ -192,13 +196,6 @@ class Session:
         if self._rest is not None and rest in order:
             self._rest.park()
 
-    def _groups(self) -> list[dict[str, Any]]:
-        """Hyper-parameters as they are now: a scheduler may change them while updates are still queued."""
-        return [
-            {key: _number(value) for key, value in group.items() if key != "params"}
-            for group in self.optimizer.param_groups
-        ]
-
     def _early(self, pass_: Pass) -> dict[str, Any] | None:
         self._micro_batches += pass_.micro_batches
         return {**self._now(), "squares": []} if self.options.updates_at_once and self._complete() else None
@@ -209,7 +206,7 @@ class Session:
 
     def _now(self) -> dict[str, Any]:
         """What updates of the step under way must know."""
-        return {"step": self.steps + 1, "groups": self._groups()}
+        return {"step": self.steps + 1, "groups": hyper_parameters(self.optimizer)}
 
     def zero_grad(self) -> None:
         """Drop gradients that no step has used."""
@@ -376,6 +373,7 @@ class Session:
         if self._rest is not None:
             with contextlib.suppress(BaseException):
                 self._rest.settle()
+        self._tracing.close()
         self.closed = True
         self._executor.close()
         for undo in reversed(self._undo):
@@ -391,10 +389,3 @@ class Session:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _number(value: Any) -> Any:
-    """Tensors as Python numbers, which nobody fills in place later; also inside betas."""
-    if isinstance(value, tuple | list):
-        return type(value)(_number(part) for part in value)
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

@@ -87,6 +87,8 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **giv
       compile=False          torch.compile the forward of the blocks, once for all equal ones
       guard_every=None       steps between checks of one block's gradient against one computed again in fp32; 0: none
       blocks=None            the blocks, where they are not found: names of lists, or the modules
+      trace=None             steps whose ops are recorded in files for trace viewers: the first N, or "every K"
+      trace_dir="trace"      folder for those files
       debug=False            freed weights read NaN
       quantize=None          codec of frozen weights: "int8", "nf4" and others, "auto", or a headrace.PrecisionMap
       prefer="quality"       what quantize="auto" prefers when weights must stream; or "speed"

@@ -1,0 +1,1 @@
+"""Reports: the record that a run keeps of itself, and one page that shows it."""

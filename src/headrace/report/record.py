@@ -1,0 +1,153 @@
+"""The record of a run: a JSON object a line, written as it goes and readable after any end.
+
+Kinds of lines, told apart by their keys:
+
+- `{"run": {...}}`: the run begins or goes on; facts about it.
+- `{"step": 7, "loss": 2.5, ...}`: a step, with the fields below that are known. Several lines of one step add up.
+- `{"step": 7, "validation_loss": 2.4}`: an evaluation.
+- `{"step": 7, "event": "placement", "text": "...", "numbers": {...}}`: an event that came after step 7 began.
+
+Sizes are bytes; `link_up`, `link_down`, `disk_read`, `disk_written` and `ssd_written` are those of the step alone.
+Temperatures are in degrees Celsius: `gpu_celsius`, and `celsius` by sensor. `seconds` are those that the step took,
+`time` is that of the clock.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headrace.base.events import EventLog
+
+NAME = "log.jsonl"
+"""The file in the folder of a run."""
+TRACES = "trace"
+"""The folder in it that holds traces of steps."""
+
+Line = dict[str, Any]
+
+
+class RunRecord:
+    """Writes a record. `follow` is called with each line.
+
+    `position`: bytes written; a resumed run cuts the file back to the position of its checkpoint, so that steps only
+    ever rise.
+    """
+
+    def __init__(self, path: Path, position: int = 0) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.follow: Callable[[Line], None] = lambda line: None
+        self._told = 0
+        self._file = open(path, "ab")  # noqa: SIM115 - `close` closes it
+        self._file.truncate(position)
+
+    @property
+    def position(self) -> int:
+        self._file.flush()
+        return os.fstat(self._file.fileno()).st_size
+
+    def write(self, **values: Any) -> None:
+        """Append a line; numbers that JSON does not know (NaN, infinity) become null, other objects their text."""
+        line = _plain(values)
+        self._file.write(json.dumps(line).encode() + b"\n")
+        self._file.flush()
+        self.follow(line)
+
+    def begin(self, **facts: Any) -> None:
+        """The run begins or goes on."""
+        self.write(run={"time": round(time.time(), 3), **facts})
+
+    def events(self, step: int, events: EventLog) -> None:
+        """Append those that came since the last call."""
+        self._told, new = events.since(self._told)
+        for event in new:
+            self.write(step=step, event=event.kind, text=event.text, numbers=event.numbers)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _plain(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (str, int, bool)) else str(value)
+
+
+@dataclass
+class Run:
+    """What a record says. Steps rise strictly."""
+
+    facts: list[Line] = field(default_factory=list)
+    """One entry for each time that it was started."""
+    steps: list[Line] = field(default_factory=list)
+    validations: list[Line] = field(default_factory=list)
+    events: list[Line] = field(default_factory=list)
+
+    def add(self, line: Line) -> None:
+        """A step that comes again, as when a killed run went on from a checkpoint, replaces all from there on."""
+        if isinstance(line.get("run"), dict):
+            self.facts.append(line["run"])
+            return
+        step = line.get("step")
+        if not isinstance(step, int):
+            return
+        if "event" in line:
+            self.events.append(line)
+        elif "validation_loss" in line:
+            self.validations = [old for old in self.validations if old["step"] < step] + [line]
+        elif self.steps and self.steps[-1]["step"] == step and not self.steps[-1].keys() & line.keys() - {"step"}:
+            self.steps[-1].update(line)
+        else:
+            while self.steps and self.steps[-1]["step"] >= step:
+                self.steps.pop()
+            self.steps.append(dict(line))
+
+
+def read(path: Path) -> Run:
+    """A record, also one that is being written or whose writer was killed. Raises OSError."""
+    run = Run()
+    for _, line in _lines(path):
+        run.add(line)
+    return run
+
+
+def position_after(path: Path, step: int) -> int:
+    """Bytes of a record up to the last line of `step`, as `RunRecord` takes them; 0 when there is none."""
+    found = 0
+    if step and path.is_file():
+        for end, line in _lines(path):
+            at = line.get("step")
+            if isinstance(at, int) and at > step:
+                break
+            found = end
+    return found
+
+
+def _lines(path: Path) -> Iterator[tuple[int, Line]]:
+    """(position of its end, line) of each complete line that is an object."""
+    position = 0
+    with open(path, "rb") as file:
+        for raw in file:
+            position += len(raw)
+            try:
+                line = json.loads(raw) if raw.endswith(b"\n") else None
+            except ValueError:
+                continue
+            if isinstance(line, dict):
+                yield position, line
+
+
+def number(value: Any) -> float | None:
+    """A finite number of a line, or None."""
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if good else None
