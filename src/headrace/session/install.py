@@ -25,23 +25,29 @@ from headrace.model.side import hooked_parts
 from headrace.model.units import Anatomy
 from headrace.model.visit import Block
 from headrace.session.adapters import copy_in_use, guard_adapters
+from headrace.session.attention import Attention
 from headrace.session.guard import attach, guard
+from headrace.session.options import Options
 
 
 def install(
-    model: nn.Module, anatomy: Anatomy, stream: Stream, compile: bool, undo: list[Callable[[], None]]
+    model: nn.Module, anatomy: Anatomy, stream: Stream, options: Options, undo: list[Callable[[], None]]
 ) -> list[Taken]:
     """Take over the calls of blocks, embeddings and heads; watch gradients; guard what would copy the model."""
     watch_inputs()
     taken: list[Taken] = []
     fuse(anatomy.blocks.values(), stream.device, stream.events, undo)
+    wish = options.attention
+    attention = None if wish is None else Attention(wish, model, stream.device, stream.events)
     compiler = Compiler(stream.device, stream.tell_once, stream.recompute)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(stream.device)
     for unit, module in anatomy.blocks.items():
         _plain_calls(module, stream)
         name, forward = stream.spec.units[unit].name, module.forward
-        run, again = compiler.compile(module) if compile else (forward, forward)
+        run, again = compiler.compile(module) if options.compile else (forward, forward)
+        if attention is not None:
+            run, again = attention.around(run), attention.around(again)
         block = Block(unit, name, module, forward, run, again, anatomy.of_unit(unit), list(anatomy.shared[unit]))
         taken.append(TakenBlock(stream, block))
         for parameter in block.parameters:

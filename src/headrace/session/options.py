@@ -68,6 +68,10 @@ class Options:
     autocast: str | None = None
     """"bfloat16": an fp32 model is trained under bf16 autocast; its linear weights stream in 16 bits, masters stay
     fp32. Called without autocast, it computes in fp32 with these weights (for GPUs without bf16 arithmetic)."""
+    attention: str | None = None
+    """Which of torch's kernels computes attention in the blocks: "cudnn", "flash", "efficient" or "math" where it can,
+    "auto": the fastest at the shape of the first batch, which is measured once (and among those that repeat their bits
+    under deterministic algorithms); None: torch chooses. Kernels round differently."""
     compile: bool = False
     """torch.compile each block's forward, once for all equal blocks. Needs a compiler that torch finds; eager and an
     event otherwise. Sums are rounded in another order than without."""
@@ -104,6 +108,7 @@ _POSITIVE = ("rows", "accumulation", "threads")
 _CHOICES: dict[str, Sequence[Any]] = {
     "moments": ("float32", "bfloat16"), "on_nonfinite": ("skip", "stop"), "autocast": (None, "bfloat16"),
     "update": ("auto", "host", "device", "both"), "prefer": ("quality", "speed"),
+    "attention": (None, "auto", "cudnn", "flash", "efficient", "math"),
 }  # fmt: skip
 
 

@@ -84,6 +84,7 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **giv
       verbose=False          log events (every decision, with its numbers) as warnings, so that they show
       check_memory=True      check the device's peak against its budget with the first batch, before any update
       autocast=None          "bfloat16": an fp32 model is trained under bf16 autocast and streams in 16 bits
+      attention=None         attention by "cudnn", "flash", "efficient" or "math", or by the fastest: "auto"
       compile=False          torch.compile the forward of the blocks, once for all equal ones
       guard_every=None       steps between checks of one block's gradient against one computed again in fp32; 0: none
       blocks=None            the blocks, where they are not found: names of lists, or the modules
@@ -334,7 +335,7 @@ def _open(
     fill_state(optimizer, anatomy, values)
     if not limits.computes_bf16(device):
         widen(model, undo)
-    taken = install(model, anatomy, stream, options.compile, undo)
+    taken = install(model, anatomy, stream, options, undo)
     return Session(model, optimizer, options, anatomy, stream, values, taken, undo, events, budgets)
 
 
