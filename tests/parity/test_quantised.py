@@ -18,6 +18,7 @@ from torch import nn
 
 import headrace
 from headrace.hardware import limits
+from headrace.model import compiled
 from headrace.spec.precision import PrecisionMap
 from parity.cases import AXES, CLIP, PLACEMENTS, Case, case, mover, pairwise
 from parity.families import FAMILIES as COMMON
@@ -32,6 +33,7 @@ from parity.reference import (
     train_plain,
     train_streamed,
 )
+from parity.test_compile import Graphs, ahead
 from quantised_models import decoded, every
 
 FAMILIES = {
@@ -174,6 +176,29 @@ def test_bf16_has_the_bits_of_the_resident_module(
                     weight = session.read_weight(name)
                     assert parameter.requires_grad or torch.equal(parameter.cpu(), weight), name
                     parameter.copy_(weight)
+
+
+@pytest.mark.parametrize("way", ["lora", "mixed"])
+def test_compiled_blocks_compute_with_the_decoded_weights(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs whose recompute finds another block's weights in the same place."""
+    torch.compiler.reset()
+    monkeypatch.setattr(compiled, "lower", ahead(Graphs()))
+    precision = every("nf4")
+    model = made("llama", way)
+    twin = decoded(model, precision.codec)
+    model, driver = headrace.wrap(model, optimizer_of(model, "sgd"), device="cpu", debug=True, quantize=precision,
+                                  compile=True, window=1, placement={"weights": "host"})  # fmt: skip
+    theirs = optimizer_of(twin, "sgd")
+    with headrace.session(model) as session:
+        for number in range(3):
+            for side in (twin, model):
+                causal_loss(side, token_batch(4, 7, number)).backward()
+            expected = {name: p.grad for name, p in twin.named_parameters() if p.requires_grad}
+            check_gradients(gradients(model), expected)
+            for optimizer in (theirs, driver):
+                optimizer.step()
+                optimizer.zero_grad()
+        assert not any(event.kind == "compile" for event in session.events)
 
 
 def test_the_guard_computes_with_the_decoded_weights(tmp_path: Path) -> None:
