@@ -149,7 +149,7 @@ def test_hidden_states_of_more_blocks_take_no_device_memory(dtype: torch.dtype, 
     assert many - few < state // 4
 
 
-BUFFERS = {torch.bfloat16: 10, torch.float32: 8}
+BUFFERS = {torch.bfloat16: 6, torch.float32: 6}
 """Hidden states that a micro-batch adds to the peak, which is in the backward of the head: three input slots that fill
 ahead, the gradient that adds up in fp32, what the final norm keeps (an fp32 copy beside input and output)."""
 
