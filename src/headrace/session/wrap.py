@@ -299,10 +299,8 @@ def _summed(anatomy: Anatomy, events: EventLog) -> ModelSpec:
 
 def _widened(spec: ModelSpec, placement: Placement) -> ModelSpec:
     """Gradients that are summed where the state lives on the device are kept in fp32 there."""
-    return replace(
-        spec,
-        units=tuple(replace(u, wide_grads=True) if placement.state[u.index] == DEVICE else u for u in spec.units),
-    )
+    units = (replace(unit, wide_grads=True) if placement.state[unit.index] == DEVICE else unit for unit in spec.units)
+    return replace(spec, units=tuple(units))
 
 
 def _open(
