@@ -69,7 +69,7 @@ def test_tensor_learning_rate_filled_after_step() -> None:
     compared(adam, train)
     model = toy()
     with streamed(model, adam) as (_, driver):
-        groups = headrace.session(_)._groups()
+        groups = headrace.session(_)._now()["groups"]
         driver.param_groups[0]["lr"].fill_(7.0)
         assert groups[0]["lr"] == pytest.approx(1e-3) and groups[0]["betas"] == pytest.approx((0.8, 0.9))
 
@@ -236,15 +236,15 @@ def test_a_device_beyond_the_gpus_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     for asked in (None, "cuda"):
-        assert room._device(Options(device=asked)) == torch.device("cuda", 1)
-    assert room._device(Options(device="cuda:0")) == torch.device("cuda", 0)
+        assert room.device_of(Options(device=asked)) == torch.device("cuda", 1)
+    assert room.device_of(Options(device="cuda:0")) == torch.device("cuda", 0)
     with pytest.raises(OptionError, match="torch sees 2"):
-        room._device(Options(device="cuda:2"))
+        room.device_of(Options(device="cuda:2"))
 
 
 def test_the_default_device_budget_is_checked_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     room = sys.modules["headrace.session.wrap"]
-    monkeypatch.setattr(room, "_budgets", lambda options, device: Budgets(1 << 30, 1 << 30, None, shared=True))
+    monkeypatch.setattr(room, "budgets_of", lambda options, device: Budgets(1 << 30, 1 << 30, None, shared=True))
     with streamed(toy()) as (ours, _):
         session = headrace.session(ours)
         assert session._trial.budget == session.memory_report()["device"]["budget"] == 1 << 30
@@ -300,7 +300,7 @@ def test_gradients_that_grow_respect_the_host_budget_and_are_reported() -> None:
         before = session.memory_report()["host"]["grads"]
         for seed in range(2):
             toy_loss(ours, batch(seed=seed)).backward()
-        extra = sum(arena.nbytes for arena in session._stream.regions._extra)
+        extra = sum(arena.nbytes for arena in session._stream.regions._extra["grads"])
         assert extra > 0 and session.memory_report()["host"]["grads"] == before + extra
 
 

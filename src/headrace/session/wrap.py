@@ -15,13 +15,12 @@ from torch import Tensor, nn
 
 from headrace.base.errors import ModelError, OptimizerError, OptionError, StepError
 from headrace.base.events import EventLog
-from headrace.base.units import format_bytes, parse_bytes
+from headrace.base.units import format_bytes
 from headrace.executor.actions import Actions
 from headrace.executor.executor import Executor
 from headrace.executor.inputs import InputStore
 from headrace.executor.sink import Sink
 from headrace.executor.stream import Stream
-from headrace.files.space import disk_error
 from headrace.hardware import limits
 from headrace.kernels import ops
 from headrace.model import resident
@@ -43,6 +42,7 @@ from headrace.session.fill import fill, fill_state, give_back
 from headrace.session.install import install
 from headrace.session.options import Options
 from headrace.session.quantising import codecs_for, fitting
+from headrace.session.resources import budgets_of, device_of
 from headrace.session.session import Session
 from headrace.session.values import Values
 from headrace.spec.model import BLOCK, TILE, ModelSpec
@@ -51,8 +51,6 @@ from headrace.store.regions import Regions
 
 RING = 3
 """Host places for gradients when updates follow each block's backward at once: one arrives, one is used, one waits."""
-MARGIN = 0.9
-"""Share of free memory that a default budget takes."""
 DEFAULT_RATE = 1e-5
 """Learning rate of the AdamW that is made when neither an optimizer nor lr is given."""
 
@@ -106,10 +104,10 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **giv
     events = EventLog(options.verbose)
     if options.seed is not None:
         torch.manual_seed(options.seed)
-    device = _device(options)
+    device = device_of(options)
     optimizer = _optimizer(model, optimizer, options, events)
     rule = rule_of(optimizer)
-    budgets = _budgets(options, device)
+    budgets = budgets_of(options, device)
 
     def plan(options: Options, events: EventLog) -> tuple[Anatomy, Placement]:
         anatomy = _anatomy(model, optimizer, rule, device, budgets, options, events)
@@ -127,26 +125,6 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **giv
         optimizer.state.clear()  # the stores have it
         failed.pop_all()
     return model, optimizer
-
-
-def _device(options: Options) -> torch.device:
-    if options.device is None:
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        device = torch.device(options.device)
-    except RuntimeError:
-        raise OptionError("device is unknown", f"got {options.device!r}", 'Use "cuda", "cuda:1" or "cpu"') from None
-    if device.type not in ("cpu", "cuda"):
-        raise OptionError("device is not supported", f"got {options.device!r}", 'Use "cuda" or "cpu"')
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise OptionError("device is a GPU", "torch sees none", "Use device='cpu', or install a torch built for CUDA")
-    if device.type == "cpu":
-        return device
-    index, count = torch.cuda.current_device() if device.index is None else device.index, torch.cuda.device_count()
-    if index >= count:
-        raise OptionError("device is beyond the GPUs", f"got {options.device!r}, torch sees {count}",
-                          "Use one of " + ", ".join(f"cuda:{i}" for i in range(count)))  # fmt: skip
-    return torch.device("cuda", index)
 
 
 def _optimizer(
@@ -263,26 +241,6 @@ def _place(
                device_memory="no limit" if budgets.device is None else format_bytes(budgets.device),
                host_memory=format_bytes(budgets.host))  # fmt: skip
     return placement
-
-
-def _budgets(options: Options, device: torch.device) -> Budgets:
-    if options.device_memory is not None:
-        device_bytes: int | None = parse_bytes(options.device_memory, "device_memory")
-    else:
-        device_bytes = int(limits.device_memory(device.index or 0).free * MARGIN) if device.type == "cuda" else None
-    if options.host_memory is not None:
-        host = parse_bytes(options.host_memory, "host_memory")
-    else:
-        host = int(limits.host_memory().available * MARGIN)
-    disk = None
-    if options.disk_dir is not None:
-        folder = Path(options.disk_dir)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            disk = limits.disk_free(folder)
-        except OSError as error:
-            raise disk_error(error, "use disk_dir", folder) from error
-    return Budgets(device_bytes, host, disk, shared=device.type == "cpu")
 
 
 def _summed(anatomy: Anatomy, events: EventLog) -> ModelSpec:
