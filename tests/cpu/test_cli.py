@@ -21,7 +21,7 @@ from headrace import __version__
 from headrace.cli.config import FLAGS, RunConfig
 from headrace.cli.config_lora import Lora
 from headrace.cli.main import app
-from headrace.cli.progress import Display, StepLog
+from headrace.cli.progress import Display
 from headrace.cli.rates import rate_factor
 from headrace.cli.signals import Stop, Stopped
 
@@ -217,18 +217,6 @@ def test_signal_before_the_loop_stops_at_once_and_in_it_waits() -> None:
     assert signal.getsignal(signal.SIGTERM) == handler
 
 
-def test_log_is_cut_back_to_the_position_of_the_checkpoint(tmp_path: Path) -> None:
-    log = StepLog(tmp_path / "log.jsonl")
-    log.write(step=1, loss=float("nan"))
-    position = log.position
-    log.write(step=2, loss=2.0)
-    log.close()
-    again = StepLog(tmp_path / "log.jsonl", position)
-    again.write(step=2, loss=3.0)
-    again.close()
-    assert (tmp_path / "log.jsonl").read_text() == '{"step": 1, "loss": null}\n{"step": 2, "loss": 3.0}\n'
-
-
 def test_terminal_gets_a_bar_with_loss_speed_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(force_terminal=True, width=140)
     with Display(console, 4, 0) as display:
@@ -254,7 +242,7 @@ def test_pipe_gets_plain_lines_first_and_last_and_not_more_than_one_a_second(
 
 def test_options_of_the_file_are_frozen() -> None:
     """An option more is a decision, not an accident."""
-    assert len(RunConfig.model_fields) == 41 and len(Lora.model_fields) == 9
+    assert len(RunConfig.model_fields) == 43 and len(Lora.model_fields) == 9
 
 
 def test_full_disk_is_one_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,8 +111,10 @@ def signal_after(process: subprocess.Popen[str], log: Path, steps: int, *numbers
 
 
 def log_of(log: Path) -> list[dict[str, Any]]:
+    """Steps and evaluations, in order; not events, nor when the run began."""
     lines = log.read_text().splitlines() if log.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]
+    found = [json.loads(line) for line in lines if line.endswith("}")]
+    return [line for line in found if "event" not in line and "run" not in line]
 
 
 def steps_of(log: Path) -> list[dict[str, Any]]:

@@ -181,6 +181,7 @@ NON_DEFAULT: dict[str, tuple[Any, Any]] = {
     "validation": (0.1, 0.2), "eval_every": (3, 4), "save_every": (5, 6), "keep": (1, 3), "seed": (8, 9),
     "resume": (True, False), "log": ("/tmp/c", "/tmp/d"), "tokenizer": ("org/c", "org/d"),
     "placement": ({"weights": "host", "state": "host"}, {"weights": "device", "state": "host"}),
+    "trace": (3, "every 5"), "max_temperature": (80.5, 70),
     "lora": ({"r": 3, "targets": ["q_proj"]}, {"alpha": 5.0, "dora": True}),
 }  # fmt: skip
 
@@ -250,5 +251,5 @@ def test_every_option_has_a_help_text_and_the_flags_are_frozen() -> None:
     assert set(FLAGS) == {
         "model", "config_model", "tokenizer", "data", "output", "steps", "epochs", "batch", "accumulation",
         "sequence_length", "lr", "device", "device_memory", "host_memory", "disk_dir", "validation", "eval_every",
-        "save_every", "seed", "resume",
+        "save_every", "seed", "resume", "trace", "max_temperature",
     }  # fmt: skip

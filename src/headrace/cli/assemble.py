@@ -27,6 +27,7 @@ from headrace.data.prepare import Shape, prepare
 from headrace.data.sampler import Sampler
 from headrace.data.table import TokenTable
 from headrace.model.widened import own_dtype
+from headrace.report.record import TRACES
 from headrace.session.wrap import session, wrap
 
 DEFAULT_LENGTH = 1024
@@ -134,6 +135,8 @@ def _streamed(config: RunConfig, model: Any) -> tuple[Any, Any]:
         threads=config.threads,
         on_nonfinite=config.on_nonfinite,
         guard_every=config.guard_every,
+        trace=config.trace,
+        trace_dir=Path(config.output) / TRACES,
         seed=config.seed,
     )
     return model, wrapped

@@ -14,11 +14,12 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from headrace.base.errors import OptionError
 from headrace.base.units import parse_bytes
 from headrace.cli.config_lora import Lora
+from headrace.spec.traced import TracedSteps
 
 FLAGS = (
     "model", "config_model", "tokenizer", "data", "output", "steps", "epochs", "batch", "accumulation",
     "sequence_length", "lr", "device", "device_memory", "host_memory", "disk_dir", "validation", "eval_every",
-    "save_every", "seed", "resume",
+    "save_every", "seed", "resume", "trace", "max_temperature",
 )  # fmt: skip
 
 SIZES = ("device_memory", "host_memory")
@@ -132,7 +133,12 @@ class RunConfig(BaseModel):
     resume: bool = False
     """Go on from the newest checkpoint in output; start fresh when there is none."""
     log: str | None = None
-    """File for one JSON line per step; OUTPUT/log.jsonl unless given."""
+    """File for one JSON line per step and event, from which `headrace report` makes a page; OUTPUT/log.jsonl unless
+    given."""
+    trace: int | str | None = None
+    """Steps of which OUTPUT/trace records when each lane did what: 3 for the first three, or "every 100"."""
+    max_temperature: Annotated[float, Field(gt=0)] | None = None
+    """Pause between steps while the GPU is hotter, in degrees Celsius."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -159,6 +165,15 @@ class RunConfig(BaseModel):
         if value in ("float16", "fp16", "half"):
             raise ValueError("is refused: float16 ends at 65504 and needs loss scaling; use bfloat16 or float32")
         return {"bf16": "bfloat16", "fp32": "float32"}.get(value, value) if isinstance(value, str) else value
+
+    @field_validator("trace")
+    @classmethod
+    def _known_steps(cls, value: int | str | None) -> int | str | None:
+        try:
+            TracedSteps.of(value)
+        except OptionError:
+            raise ValueError('names no steps: use 3 for the first three, or "every 100"') from None
+        return int(value) if value is not None and str(value).isdigit() else value
 
     @field_validator("device")
     @classmethod

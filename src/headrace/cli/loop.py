@@ -14,11 +14,14 @@ import headrace
 from headrace.base.errors import StoreError
 from headrace.cli.assemble import Parts
 from headrace.cli.checkpoints import Checkpoints, identity
-from headrace.cli.progress import Display, StepLog
+from headrace.cli.cooling import Cooling
+from headrace.cli.progress import Display
 from headrace.cli.random_state import random_state, restore_random_state
 from headrace.cli.signals import Stop
 from headrace.data.batch import IGNORED, micro_batches
 from headrace.data.table import TokenTable
+from headrace.report.record import RunRecord
+from headrace.session.samples import Samples
 
 
 class Loop:
@@ -27,6 +30,8 @@ class Loop:
     def __init__(self, parts: Parts, checkpoints: Checkpoints, stop: Stop) -> None:
         self._config, self._parts, self._checkpoints, self._stop = parts.config, parts, checkpoints, stop
         self._identity = identity(parts.config, parts.fingerprints)
+        self._samples = Samples(parts.session)
+        self._cooling = Cooling(parts.config.max_temperature, self._samples.sensors, parts.session.events, stop)
         self._saved: int | None = None
         self.log_position = 0
         self.step = 0
@@ -50,15 +55,18 @@ class Loop:
         self._saved = self.step
         return True
 
-    def run(self, display: Display, log: StepLog) -> bool:
+    def run(self, display: Display, log: RunRecord) -> bool:
         """Train; True when the run is complete, False when a signal stopped it (its state is then saved)."""
         config, parts = self._config, self._parts
         parts.model.train()
+        facts = {"steps": parts.steps, "after_step": self.step, "rows": config.batch * config.accumulation}
+        log.begin(**facts, **self._samples.facts())
+        log.events(self.step, parts.session.events)
         if self.step == 0:
             self._evaluate_and_tell(display, log)
         if self.step < parts.steps and self._stop.number is None:
             display.busy("first step, which also gets the kernels ready")
-        while self.step < parts.steps and self._stop.number is None:
+        while self.step < parts.steps and self._stop.number is None and self._cooling.passed(self.step, display):
             self._train_step(display, log)
             last = self.step == parts.steps
             if config.eval_every and self.step % config.eval_every == 0 and not last:
@@ -71,7 +79,7 @@ class Loop:
         self._evaluate_and_tell(display, log)
         return True
 
-    def _train_step(self, display: Display, log: StepLog) -> None:
+    def _train_step(self, display: Display, log: RunRecord) -> None:
         parts = self._parts
         started = time.perf_counter()
         chosen = parts.sampler.next()
@@ -89,13 +97,14 @@ class Loop:
         # With "stop" the norm of a step is settled only when all its updates are: do not wait for them here.
         norm = parts.optimizer.last_grad_norm if self._config.on_nonfinite == "skip" else None
         tokens = int(parts.train.lengths[chosen].sum())
-        speed = tokens / (time.perf_counter() - started)
-        peak = parts.session.memory_report()["device"]["peak"]
-        display.step(self.step, value, rate, speed, peak)
+        seconds = time.perf_counter() - started
+        taken = {**self._samples.take(), "seconds": round(seconds, 6)}
+        log.events(self.step, parts.session.events)
         log.write(
             step=self.step, epoch=round(parts.sampler.epoch, 6), loss=value, lr=rate, grad_norm=norm, tokens=tokens,
-            tokens_per_second=round(speed, 1), device_peak=peak,
+            tokens_per_second=round(tokens / seconds, 1), **taken,
         )  # fmt: skip
+        display.step(self.step, value, rate, tokens / seconds, taken["device_peak"])
 
     def _loss(self, batch: dict[str, Tensor], labels: int) -> Tensor:
         """A micro-batch's share of the step's loss: its mean, weighted by its part of all `labels`.
@@ -109,7 +118,7 @@ class Loop:
         mean: Tensor = self._parts.model(**placed, **self._parts.call).loss
         return mean * (own / labels)
 
-    def _evaluate_and_tell(self, display: Display, log: StepLog) -> None:
+    def _evaluate_and_tell(self, display: Display, log: RunRecord) -> None:
         if self._parts.validation is None:
             return
         display.busy(f"evaluating {len(self._parts.validation)} rows")
@@ -141,7 +150,7 @@ class Loop:
             parts.model.train()
         return total
 
-    def _save(self, display: Display, log: StepLog, must: bool) -> None:
+    def _save(self, display: Display, log: RunRecord, must: bool) -> None:
         """Write a checkpoint. A full disk ends the run only if there is no other way to keep its state (`must`)."""
         if self._saved == self.step:
             return

@@ -69,6 +69,9 @@ def train(
             "--list", callback=_show_options, is_eager=True, help="Show every option with type and default, and exit."
         ),
     ] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show curves, memory and temperatures in the terminal as the run goes on.")
+    ] = False,
     debug: Debug = False,
     **flags: Any,
 ) -> None:
@@ -80,7 +83,7 @@ def train(
     with told(debug):
         from headrace.cli.train import train as run
 
-        run(config, flags, settings or [], context.args)
+        run(config, flags, settings or [], context.args, watch)
 
 
 @app.command()

@@ -1,16 +1,12 @@
-"""What a run shows and logs: waits and a progress bar on a terminal, plain lines elsewhere, a JSON line per step."""
+"""What a run shows: waits and a progress bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import psutil
 from rich.console import Console
@@ -51,35 +47,6 @@ def waiting_on(console: Console) -> Waiting:
 def unseen(text: str) -> AbstractContextManager[Callable[[str], None]]:
     """Waits that nobody is shown."""
     return nullcontext(lambda text: None)
-
-
-class StepLog:
-    """One JSON object a line: {"step": ..., "loss": ...} or {"step": ..., "validation_loss": ...}.
-
-    `position`: bytes written; a resumed run cuts the file back to the position of its checkpoint.
-    """
-
-    def __init__(self, path: Path, position: int = 0) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "ab")  # noqa: SIM115 - `close` closes it
-        self._file.truncate(position)
-
-    @property
-    def position(self) -> int:
-        self._file.flush()
-        return os.fstat(self._file.fileno()).st_size
-
-    def write(self, **values: Any) -> None:
-        """Append a line; numbers that JSON does not know (NaN, infinity) become null."""
-        known = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in values.items()
-        }
-        self._file.write(json.dumps(known).encode() + b"\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
 
 
 class Display:

@@ -27,15 +27,18 @@ RESULTS = ("config.json", "adapter_config.json")
 """Files of which a finished run has one in its output: that of a model, or of adapters."""
 
 
-def train(file: Path | None, flags: Mapping[str, Any], settings: Sequence[str], rest: Sequence[str] = ()) -> None:
-    """Train as configured. Exits with 130 or 143 after a signal; raises ConfigError (exit code 2) for mistakes."""
+def train(
+    file: Path | None, flags: Mapping[str, Any], settings: Sequence[str], rest: Sequence[str] = (), watch: bool = False
+) -> None:
+    """Train as configured; `watch`: with a live view in the terminal. Exits with 130 or 143 after a signal; raises
+    ConfigError (exit code 2) for mistakes."""
     config, given = read_config(file, flags, settings, rest)
     console = Console(highlight=False)
     _print_config(config, given, console)
     with Stop(console) as stop:
         try:
             with _claimed(Path(config.output), config.resume), _events_shown(console):
-                complete = _run(config, console, stop)
+                complete = _run(config, console, stop, watch)
         except Stopped as stopped:
             console.print("stopped before the first step: nothing to save", markup=False)
             raise typer.Exit(128 + stopped.number) from None
@@ -43,9 +46,11 @@ def train(file: Path | None, flags: Mapping[str, Any], settings: Sequence[str], 
         raise typer.Exit(128 + (stop.number or 0))
 
 
-def _run(config: RunConfig, console: Console, stop: Stop) -> bool:
+def _run(config: RunConfig, console: Console, stop: Stop, watch: bool) -> bool:
     """True when the run is complete, False when a signal stopped it."""
-    from headrace.cli.progress import Display, StepLog, waiting_on
+    from headrace.cli.progress import waiting_on
+    from headrace.cli.watch import display_on
+    from headrace.report.record import NAME, RunRecord
 
     waiting = waiting_on(console)
     # Torch and transformers are first needed here: mistakes in the configuration are told without them.
@@ -69,11 +74,15 @@ def _run(config: RunConfig, console: Console, stop: Stop) -> bool:
             say(_resumed(loop.step, parts.steps) if resumed else "nothing saved yet: starting fresh")
         write_file(output / "run.yaml", _as_yaml(parts.config))
         _warn_of_small_disk(config, parts.model, say)
-        log = StepLog(Path(config.log or output / "log.jsonl"), loop.log_position)
         stop.defer()
-        with Display(console, parts.steps, loop.step) as display:
-            complete = loop.run(display, log)
-        log.close()
+        with (
+            RunRecord(Path(config.log or output / NAME), loop.log_position) as log,
+            display_on(console, parts.steps, loop.step, log if watch else None) as display,
+        ):
+            try:
+                complete = loop.run(display, log)
+            finally:
+                log.events(loop.step, parts.session.events)
         if complete:
             with waiting("writing the model"):
                 parts.model.save_pretrained(output)

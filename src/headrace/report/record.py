@@ -72,6 +72,12 @@ class RunRecord:
     def close(self) -> None:
         self._file.close()
 
+    def __enter__(self) -> RunRecord:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):

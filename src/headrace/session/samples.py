@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import torch
 
+from headrace import __version__
 from headrace.hardware.sensors import Sensors
 from headrace.session.report import usage
 from headrace.session.session import Session
@@ -20,12 +21,12 @@ class Samples:
     def __init__(self, session: Session, sensors: Sensors | None = None) -> None:
         self._session, self._process = session, psutil.Process()
         self.sensors = Sensors(session.device) if sensors is None else sensors
-        self._since, self._traffic = time.perf_counter(), self._counted()
+        self._since, self._traffic = time.perf_counter(), self._counted(usage(session))
 
     def take(self) -> dict[str, Any]:
         """Fields of the step that has just been made."""
-        session, now, traffic = self._session, time.perf_counter(), self._counted()
-        report = usage(session)
+        session, now, report = self._session, time.perf_counter(), usage(self._session)
+        traffic = self._counted(report)
         device, disk = report["device"], report["disk"]
         in_use = device["peak"]
         if session.device.type == "cuda":
@@ -45,14 +46,13 @@ class Samples:
         session = self._session
         device = session.device
         return {
-            "model": type(session.model).__name__,
+            "headrace": __version__, "torch": torch.__version__, "model": type(session.model).__name__,
             "parameters": sum(parameter.numel() for parameter in session.model.parameters()),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
             "device_budget": session.budgets.device, "host_budget": session.budgets.host,
         }  # fmt: skip
 
-    def _counted(self) -> dict[str, int]:
-        report = usage(self._session)
+    def _counted(self, report: dict[str, dict[str, Any]]) -> dict[str, int]:
         counted = {
             "link_up": report["link"]["to_device"], "link_down": report["link"]["to_host"],
             "disk_read": report["disk"]["read"], "disk_written": report["disk"]["written"],
