@@ -70,7 +70,8 @@ def run_command(command: str, folder: Path) -> str:
     if words[0] == "headrace":
         words = [sys.executable, "-m", "headrace.cli.main", *words[1:]]
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1",
+                   "HEADRACE_CACHE_DIR": str(folder / "cache")}  # fmt: skip
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
@@ -102,7 +103,8 @@ def test_quick_start_in_python_trains(folder: Path, monkeypatch: pytest.MonkeyPa
 def test_commands_run(folder: Path) -> None:
     """Each `headrace` line of the README, in order: it trains, samples, resumes and shows help."""
     ours = [command for command in COMMANDS if command.startswith("headrace ")]
-    assert {command.split()[1] for command in ours} == {"train", "sample", "verify", "bench", "quantize", "merge"}
+    commands = {"train", "sample", "verify", "bench", "quantize", "merge", "profile", "plan"}
+    assert {command.split()[1] for command in ours} == commands
     printed = {command: run_command(command, folder) for command in ours}
     assert (folder / "run" / "model.safetensors").exists() or list((folder / "run").glob("*.safetensors"))
     assert (folder / "from-file" / "config.json").exists()
@@ -114,6 +116,10 @@ def test_commands_run(folder: Path) -> None:
     benched = next(text for command, text in printed.items() if command.startswith("headrace bench"))
     assert "4x128@1: 512 tokens a step" in benched and "4*4x128@1: 2048 tokens a step" in benched
     assert "bounds the step; measured:" in benched
+    assert "causal attention" in printed["headrace profile"]
+    planned = next(text for command, text in printed.items() if command.startswith("headrace plan 8b"))
+    assert "8b, 8.03 billion parameters, on RTX 3080 10GB" in planned and "Why full, AdamW:" in planned
+    assert "headrace train --model my-model" in printed["headrace plan my-model"]
     assert "schedule  (linear | cosine | constant; default linear)" in printed["headrace train --list"]
 
 

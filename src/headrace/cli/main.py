@@ -14,6 +14,8 @@ from headrace.cli.bench import bench
 from headrace.cli.exits import told
 from headrace.cli.flags import with_config_flags
 from headrace.cli.merge import merge
+from headrace.cli.plan import plan
+from headrace.cli.profile import profile
 from headrace.cli.quantize import quantize
 from headrace.cli.verify import verify
 
@@ -109,6 +111,8 @@ app.command()(verify)
 app.command()(quantize)
 app.command()(merge)
 app.command()(bench)
+app.command()(profile)
+app.command()(plan)
 
 
 def main() -> None:

@@ -39,6 +39,8 @@ class Costs:
         self.subject, self.placement, self.work, self.profile = subject, placement, work, profile
         self.recompute, self.compiled = recompute, compiled
         self._visits: dict[tuple[int, bool], float] = {}
+        self._updated: dict[int, tuple[int, float]] = {}
+        """By unit: its trained weights, and the bytes of one's update against those that rates are counted by."""
 
     # -- what is shared ---------------------------------------------------------------------------------------------
 
@@ -128,8 +130,10 @@ class Costs:
         if op.region == "state" and op.place.startswith("l"):
             return Taken(SMALLEST)  # a guess is confirmed
         unit, rates = self._unit(op), self.profile.updates
-        count = sum(entry.numel for entry in unit.trained.entries)
-        share = update_bytes(unit) / (READS + WRITES)
+        if op.unit not in self._updated:
+            count = sum(entry.numel for entry in unit.trained.entries)
+            self._updated[op.unit] = count, update_bytes(unit) / (READS + WRITES)
+        count, share = self._updated[op.unit]
         if self.placement.state[op.unit] == DEVICE:
             rate = rates.resident or rates.host
             return Taken(count * share / rate + SMALLEST, (("cores", 1.0),) if self.profile.shared else (("gpu", 1.0),))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.plan.subject import Subject, Work, features_out
-from headrace.spec.footprint import footprint
+from headrace.spec.footprint import Footprint, footprint
 from headrace.spec.formats import itemsize
 from headrace.spec.hardware import HardwareProfile
 from headrace.spec.model import BLOCK
@@ -35,11 +35,12 @@ class Peaks:
 
 def peaks(
     subject: Subject, placement: Placement, work: Work, profile: HardwareProfile, compiled: bool = True,
-    recompute: bool = True,
+    recompute: bool = True, need: Footprint | None = None,
 ) -> Peaks:  # fmt: skip
     """What a run takes at most. Where the device is the CPU, all of it is host memory, and the device's part is told
-    as the share of it that a device budget bounds."""
-    need, constants = footprint(subject.spec, placement), profile.calibration
+    as the share of it that a device budget bounds. `need`: the footprint of the placement, where it is known already.
+    """
+    need, constants = need or footprint(subject.spec, placement), profile.calibration
     size = itemsize(subject.dtype)
     hidden = work.tokens * subject.hidden * size
     device = {**need.device, "activations": activations(subject, work, profile, compiled, recompute)}

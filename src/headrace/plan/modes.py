@@ -72,7 +72,7 @@ def adapters(subject: Subject, codec: str | None = None) -> Subject:
                         Entry(f"{entry.name}.lora_A", (RANK, columns), "float32", True),
                         Entry(f"{entry.name}.lora_B", (out, RANK), "float32", True),
                     ]
-        units.append(replace(unit, weights=place(entries), wide_grads=unit.kind == REST))
+        units.append(replace(unit, weights=place(entries), wide_grads=unit.kind == REST, in_files=unit.kind != REST))
     rest = next((unit for unit in units if unit.kind == REST), None)
     if rest is None:
         rest = Unit(len(units), "rest", REST, place([]), subject.spec.units[0].state, wide_grads=True)

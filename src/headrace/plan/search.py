@@ -9,9 +9,11 @@ from functools import lru_cache
 from headrace.plan.cost import Costs
 from headrace.plan.memory import Peaks, peaks
 from headrace.plan.place import Budgets, tiers_for
-from headrace.plan.step import Step, simulated
+from headrace.plan.step import STEPS, Step, programs, simulated
 from headrace.plan.subject import Subject, Work
 from headrace.plan.updates import place_logs, place_updates
+from headrace.schedule.op import Program
+from headrace.spec.footprint import footprint
 from headrace.spec.hardware import HardwareProfile
 from headrace.spec.model import BLOCK
 from headrace.spec.placement import DEVICE, DISK, HOST, Placement
@@ -57,6 +59,21 @@ class Choice:
         return self.work.tokens / self.step.seconds
 
 
+class _Placed:
+    """A placement, and what does not change with the work."""
+
+    def __init__(self, subject: Subject, placement: Placement) -> None:
+        self.subject, self.placement = subject, placement
+        self.need = footprint(subject.spec, placement)
+        self._steps: dict[tuple[bool, bool], list[list[Program]]] = {}
+
+    def steps(self, work: Work) -> list[list[Program]]:
+        key = work.clips, work.guesses
+        if key not in self._steps:
+            self._steps[key] = programs(self.subject, self.placement, *key, STEPS)
+        return self._steps[key]
+
+
 class Search:
     """Placements of one model on one machine."""
 
@@ -72,32 +89,38 @@ class Search:
 
     def best(self, work: Work) -> Choice | None:
         """The fastest for this work; None when nothing fits. Rows pass a block all at once, or as many as fit."""
+        chosen = self._first(work)
+        return None if chosen is None else self._with_slots(chosen)
+
+    def _first(self, work: Work) -> Choice | None:
         for at_once in _halves(work.rows):
             chosen = self._fastest(replace(work, at_once=at_once))
             if chosen is not None:
                 return chosen
         return None
 
-    def best_rows(self, sequence: int, clips: bool = True, batches: Sequence[int] = BATCHES) -> Choice | None:
+    def best_rows(
+        self, sequence: int, clips: bool = True, batches: Sequence[int] = BATCHES, micro_batches: int = 1
+    ) -> Choice | None:
         """The smallest batch that WORTH more tokens a second would need a larger one for."""
         found: Choice | None = None
         for rows in batches:
-            choice = self.best(Work(rows, sequence, clips=clips))
+            choice = self._first(Work(rows, sequence, micro_batches, clips=clips))
             if choice is None:
                 break
             if found is not None and choice.tokens_per_second < found.tokens_per_second * (1 + WORTH):
                 break
             found = choice
-        return found
+        return None if found is None else self._with_slots(found)
 
-    def longest(self, limit: int, step: int = 256) -> int:
+    def longest(self, limit: int, step: int = 256, clips: bool = True) -> int:
         """Tokens of the longest row that fits, a multiple of `step`; at most `limit`, 0 when none fits."""
         low, high = 0, max(limit // step, 1)
-        if self.fits(Work(1, limit)):
+        if self.fits(Work(1, limit, clips=clips)):
             return limit
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.fits(Work(1, middle * step)) else (low, middle - 1)
+            low, high = (middle, high) if self.fits(Work(1, middle * step, clips=clips)) else (low, middle - 1)
         return min(low * step, limit)
 
     def fits(self, work: Work) -> bool:
@@ -111,7 +134,7 @@ class Search:
             for slots in {self.space.slots[0], min(self.space.slots)}:
                 placed = self._placed(weights, state, slots, 1.0, work.clips)
                 if placed is not None:
-                    short = self._short(self._peaks(*placed, replace(work, at_once=1)))
+                    short = self._short(self._peaks(placed, replace(work, at_once=1)))
                     found.append((sum(short.values()), max(short, key=lambda t: short[t], default="")))
         return min(found, default=(0, ""))
 
@@ -128,10 +151,14 @@ class Search:
                 self._choice(work, tiers, slots, 1.0) for tiers in self.space.tiers for slots in self.space.slots[1:]
             )
             return next((choice for choice in others if choice is not None), None)
-        best = min(fitting, key=lambda choice: choice.step.seconds)
+        return min(fitting, key=lambda choice: choice.step.seconds)
+
+    def _with_slots(self, best: Choice) -> Choice:
+        """With more slots, where these are worth their bytes."""
+        first = self.space.slots[0]
         for slots in self.space.slots[1:]:
-            if slots > first and best.placement.slots == first:
-                more = self._choice(work, best.tiers, slots, 1.0)
+            if slots > first == best.placement.slots and DEVICE not in best.tiers:
+                more = self._choice(best.work, best.tiers, slots, 1.0)
                 if more is not None and more.step.seconds < best.step.seconds * (1 - WORTH):
                     best = more
         return best
@@ -146,15 +173,15 @@ class Search:
         placed = self._placed(*tiers, slots, share, work.clips)
         if placed is None:
             return None
-        subject, placement = placed
-        found = self._peaks(subject, placement, work)
+        found = self._peaks(placed, work)
         if self._short(found):
             return None
-        costs = Costs(subject, placement, work, self.profile, compiled=self.compiled)
-        return Choice(subject, placement, work, found, simulated(costs), tiers)
+        costs = Costs(placed.subject, placed.placement, work, self.profile, compiled=self.compiled)
+        step = simulated(costs, steps=placed.steps(work))
+        return Choice(placed.subject, placed.placement, work, found, step, tiers)
 
-    def _peaks(self, subject: Subject, placement: Placement, work: Work) -> Peaks:
-        return peaks(subject, placement, work, self.profile, self.compiled)
+    def _peaks(self, placed: _Placed, work: Work) -> Peaks:
+        return peaks(placed.subject, placed.placement, work, self.profile, self.compiled, need=placed.need)
 
     def _short(self, need: Peaks) -> dict[str, int]:
         """Bytes that are lacking, by tier."""
@@ -163,9 +190,7 @@ class Search:
         wanted = {DEVICE: need.device_bytes, HOST: need.host_bytes, DISK: need.disk_bytes}
         return {tier: wanted[tier] - room for tier, room in have.items() if room is not None and wanted[tier] > room}
 
-    def _place(
-        self, weights: str, state: str, slots: int, share: float, clips: bool
-    ) -> tuple[Subject, Placement] | None:
+    def _place(self, weights: str, state: str, slots: int, share: float, clips: bool) -> _Placed | None:
         """The placement that a session makes of these tiers. `share`: part of the blocks that has them; the others have
         the next slower ones."""
         if DISK in (weights, state) and (self.budgets.disk is None or self.profile.disk is None):
@@ -191,7 +216,7 @@ class Search:
         if clips and all(unit.state.moment_dtype == "float32" for unit in spec.units):
             left = self.budgets.host - self.profile.calibration.host_base_bytes
             placement, _ = place_logs(spec, placement, replace(self.budgets, host=max(0, left)))
-        return self.subject.placed(placement), placement
+        return _Placed(self.subject.placed(placement), placement)
 
 
 def _halves(rows: int) -> Iterator[int | None]:

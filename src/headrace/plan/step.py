@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.plan.cost import Costs, rest_of
@@ -68,12 +69,15 @@ def programs(subject: Subject, placement: Placement, clips: bool, guesses: bool,
     return found
 
 
-def simulated(costs: Costs, speeds: Speeds | None = None, overlap: bool = True) -> Step:
-    """One step of a long training run. `speeds`: who gets how much of what is shared, see `simulate.fair`."""
+def simulated(
+    costs: Costs, speeds: Speeds | None = None, overlap: bool = True, steps: Sequence[Sequence[Program]] | None = None
+) -> Step:
+    """One step of a long training run. `speeds`: who gets how much of what is shared, see `simulate.fair`; `steps`:
+    what `programs` gives, where it is known already."""
     subject, placement, work = costs.subject, costs.placement, costs.work
     runs_ahead = not costs.profile.shared
     simulation = Simulation(costs.taken, speeds or fair(costs.capacities), runs_ahead, overlap)
-    steps = programs(subject, placement, work.clips, work.guesses, STEPS)
+    steps = steps or programs(subject, placement, work.clips, work.guesses, STEPS)
     numbers = []
     for step in steps:
         once = costs.profile.calibration.step_seconds if runs_ahead else 0.0

@@ -1,0 +1,63 @@
+"""The flags of `headrace train` that make a plan come true; only options that a run has."""
+
+from __future__ import annotations
+
+from headrace.cli.config import FLAGS, RunConfig
+from headrace.plan.modes import RANK
+from headrace.plan.outlook import Outlook, on_disk
+from headrace.spec.placement import DEVICE, DISK, HOST
+
+PACKED = "-nf4"
+"""What `headrace quantize` writes beside the model."""
+
+
+def train_flags(found: Outlook, model: str, disk_dir: str, limits: dict[str, str]) -> list[str]:
+    """Words of the command line behind `headrace train`; none for what does not fit or is planned only.
+
+    `limits`: budgets that were asked for, by option.
+    """
+    choice = found.choice
+    if choice is None or not found.mode.ready or (found.mode.adapters and "lora" not in RunConfig.model_fields):
+        return []
+    given = {"model": model + PACKED * (found.mode.name == "qlora"), "data": "DATA", "output": "RUN",
+             "batch": str(choice.work.rows), "sequence_length": str(choice.work.sequence)}  # fmt: skip
+    settings: dict[str, str] = {}
+    if choice.work.micro_batches > 1:
+        given["accumulation"] = str(choice.work.micro_batches)
+    given |= limits
+    if on_disk(found):
+        given["disk_dir"] = disk_dir
+    if choice.work.slice_rows < choice.work.rows:
+        settings["rows"] = str(choice.work.slice_rows)
+    if choice.placement.slots != RunConfig.model_fields["window"].default:
+        settings["window"] = str(choice.placement.slots)
+    weights, state = choice.tiers
+    settings |= {"placement.weights": weights, "placement.state": state}
+    if found.mode.adapters:
+        settings["lora.r"] = str(RANK)
+    elif found.mode.moments != "float32":
+        settings["moments"] = found.mode.moments
+    if not found.clips:
+        settings |= {"max_grad_norm": "null", "on_nonfinite": "stop"}
+    words = []
+    for name, value in given.items():
+        words += [f"--{name.replace('_', '-')}", value] if name in FLAGS else ["--set", f"{name}={value}"]
+    for name, value in settings.items():
+        words += ["--set", f"{name}={value}"]
+    return words
+
+
+def first_command(found: Outlook, model: str) -> str | None:
+    """What has to run before the training; None when nothing has."""
+    if found.mode.name != "qlora" or not found.fits:
+        return None
+    return f"headrace quantize {model} {model}{PACKED} --codec nf4"
+
+
+def tiers_in_words(found: Outlook) -> str:
+    """Where weights and state live, as in "host, state on disk"."""
+    if found.choice is None:
+        return "-"
+    names = {DEVICE: "GPU", HOST: "RAM", DISK: "disk"}
+    weights, state = found.choice.tiers
+    return names[weights] if weights == state else f"{names[weights]}, state {names[state]}"

@@ -1,0 +1,115 @@
+"""The model that is planned for: a shape by name, or a config.json, a folder or a cached hub model, without weights.
+
+No code of a model is run, and nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.base.errors import ModelError
+from headrace.plan.shapes import ADAMW, SHAPES, subject_of
+from headrace.plan.subject import Attention, Subject
+from headrace.schedule.build import ROWS, Visit
+from headrace.spec.model import BLOCK, TILE
+
+if TYPE_CHECKING:
+    from headrace.model.units import Anatomy
+
+
+def subject_named(model: str) -> Subject:
+    """The model with all weights trained in bf16. Raises ModelError for what cannot be looked at, and why."""
+    shape = SHAPES.get(model.lower())
+    if shape is not None:
+        return subject_of(model.lower(), shape)
+    return _built(model, _config_place(model))
+
+
+def _config_place(model: str) -> Path:
+    """The config.json, or the folder that holds it."""
+    place = Path(model)
+    if place.exists():
+        return place
+    shapes = ", ".join(SHAPES)
+    if place.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
+        raise ModelError(f"{model!r} is no shape, no folder and no file", f"shapes: {shapes}",
+                         "Give one of these, a folder, a config.json, or a hub id such as Qwen/Qwen3-8B")  # fmt: skip
+    import huggingface_hub
+
+    try:
+        found = huggingface_hub.try_to_load_from_cache(model, "config.json")
+    except ValueError:  # no name that a hub could have
+        found = None
+    if not isinstance(found, str):
+        raise ModelError(
+            f"{model} is not in the local cache of the hub", "planning downloads nothing",
+            f"Fetch its configuration with `hf download {model} config.json`, or give a shape: {shapes}",
+        )  # fmt: skip
+    return Path(found).parent
+
+
+def _built(model: str, place: Path) -> Subject:
+    _refuse_code(model, place)
+    import torch
+
+    from headrace.base.events import EventLog
+    from headrace.model.blocks import find_blocks
+    from headrace.model.build import load_model
+    from headrace.model.units import divide
+
+    built = load_model(place, dtype=torch.bfloat16, random_weights=True)
+    groups = {id(parameter): 0 for parameter in built.parameters()}
+    anatomy = divide(built, find_blocks(built), groups, ADAMW, frozenset(), EventLog())
+    config = built.config.get_text_config()
+    return Subject(
+        Path(model).name or model, anatomy.spec, _visits(anatomy), int(config.hidden_size), _attention(config),
+        _active(config), positions=getattr(config, "max_position_embeddings", None),
+    )  # fmt: skip
+
+
+def _refuse_code(model: str, place: Path) -> None:
+    """A model whose classes are in its own files."""
+    path = place / "config.json" if place.is_dir() else place
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # whoever reads it next says what is wrong with it
+    if isinstance(data, dict) and "auto_map" in data and not _known(data.get("model_type")):
+        raise ModelError(
+            f"{model} cannot be looked at without running its own code", f"auto_map: {', '.join(data['auto_map'])}",
+            "Plan with the shape nearest to it, or load it yourself with trust_remote_code=True if you trust that code",
+        )  # fmt: skip
+
+
+def _known(model_type: Any) -> bool:
+    """transformers has classes for it."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return model_type in CONFIG_MAPPING
+
+
+def _visits(anatomy: Anatomy) -> tuple[Visit, ...]:
+    visits = [Visit(matrix, ROWS) for matrix, _ in anatomy.embeddings]
+    visits += [Visit(unit, BLOCK) for unit in anatomy.order]
+    visits += [Visit(tile, TILE) for matrix, _ in anatomy.heads for tile in anatomy.spec.matrices[matrix].tiles]
+    return tuple(visits)
+
+
+def _attention(config: Any) -> Attention | None:
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return None
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return Attention(heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads)
+
+
+def _active(config: Any) -> float:
+    """Share of the experts that a token meets."""
+    chosen = getattr(config, "num_experts_per_tok", None)
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        count = getattr(config, name, None)
+        if isinstance(count, int) and isinstance(chosen, int) and count > 0:
+            return min(1.0, chosen / count)
+    return 1.0

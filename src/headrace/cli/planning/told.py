@@ -1,0 +1,122 @@
+"""The plan as text: one table of ways to train, the commands, and why the chosen one is as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace.base.units import format_bytes
+from headrace.cli.planning.flags import first_command, tiers_in_words
+from headrace.plan.cards import CARDS
+from headrace.plan.outlook import DAY, Asked, Outlook, Upgrade
+from headrace.plan.place import Budgets
+from headrace.plan.subject import Subject
+from headrace.plan.summary import summary
+from headrace.spec.hardware import HardwareProfile
+
+LANES = {
+    "compute": "compute", "host": "updates on the host", "device": "updates on the device", "h2d": "copies up",
+    "d2h": "copies down", "read": "reading weights", "state": "reading state", "write": "writing to disk",
+    "caller": "launching",
+}  # fmt: skip
+YEAR = 365
+
+
+def table(
+    base: Subject, profile: HardwareProfile, budgets: Budgets, asked: Asked, found: Sequence[Outlook], endurance: int
+) -> str:
+    """What is planned for, and one line for each way."""
+    room = "" if budgets.device is None else f"{format_bytes(budgets.device)} of its memory, "
+    disk = "no disk" if budgets.disk is None else f"{format_bytes(budgets.disk)} of disk"
+    source = "measured" if profile.measured else "from data sheets"
+    heads = ("way", "fits", "context", "rows", "s/step", "tokens/day", "bound by", "weights", "device", "RAM", "disk",
+             "written/day", "endures")  # fmt: skip
+    rows = [heads, *(_row(each, endurance) for each in found)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
+    lines = [
+        f"{base.name}, {base.spec.parameters / 1e9:.2f} billion parameters, on {profile.device} ({source}): {room}"
+        f"{format_bytes(budgets.host)} of RAM, {disk}",
+        f"rows of {asked.sequence} tokens" + (f", {asked.micro_batches} micro-batches a step" if asked.micro_batches > 1
+                                              else ""), "",
+    ]  # fmt: skip
+    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines)
+
+
+def _row(each: Outlook, endurance: int) -> tuple[str, ...]:
+    title = each.mode.title + ("" if each.mode.ready else " (planned)")
+    choice = each.choice
+    if choice is None:
+        lacks = f"{format_bytes(each.shortfall)} of {each.tier} memory short".replace("disk memory", "disk")
+        return (title, lacks, *("-" for _ in range(8)), format_bytes(each.disk_bytes), "-", "-")
+    work = choice.work
+    rows = str(work.rows) if work.slice_rows == work.rows else f"{work.rows} by {work.slice_rows}"
+    written = each.written_per_day
+    return (
+        title, "yes" if each.clips else "without clipping", f"{each.max_context:,}", rows,
+        f"{choice.step.seconds:.2f}", f"{each.tokens_per_day / 1e6:,.1f} M", LANES[choice.step.limiting],
+        tiers_in_words(each), format_bytes(choice.peaks.device_bytes), format_bytes(choice.peaks.host_bytes),
+        format_bytes(each.disk_bytes), format_bytes(written) if written else "-", _endures(endurance, written),
+    )  # fmt: skip
+
+
+def _endures(endurance: int, written: float) -> str:
+    """How long a disk is rated to bear what a run writes."""
+    if not written:
+        return "-"
+    days = endurance / written
+    return f"{days / YEAR:.1f} years" if days >= YEAR else f"{days:.0f} days"
+
+
+def commands(found: Sequence[Outlook], flags: Sequence[str], model: str) -> str:
+    """How each way is run that Headrace trains today."""
+    lines = []
+    for each, words in zip(found, flags, strict=True):
+        if words:
+            first = first_command(each, model)
+            lines += ["", f"{each.mode.title}:", *([f"  {first}"] if first else []), f"  headrace train {words}"]
+    return "\n".join(lines or ["", "Nothing of this fits that Headrace trains today; --why tells what would help."])
+
+
+def why(shown: Outlook, profile: HardwareProfile, budgets: Budgets, better: Upgrade | None) -> str:
+    """The chosen way with its numbers, and the cheapest upgrade."""
+    lines = ["", f"Why {shown.mode.title}:"]
+    choice = shown.choice
+    if choice is None:
+        lines.append(f"  it lacks least of what Headrace trains: {format_bytes(shown.shortfall)}, most of it on the "
+                     f"{shown.tier}")  # fmt: skip
+    else:
+        step, peaks = choice.step, choice.peaks
+        lines += [f"  {summary(choice.subject.spec, choice.placement)}", "  memory:"]
+        tiers = (("device", peaks.device, budgets.device), ("RAM", peaks.host, budgets.host),
+                 ("disk", peaks.disk, budgets.disk))  # fmt: skip
+        for tier, parts, room in tiers:
+            if sum(parts.values()):
+                of = "" if room is None else f" of {format_bytes(room)}"
+                told = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+                lines.append(f"    {tier}: {format_bytes(sum(parts.values()))}{of} ({told})")
+        lines.append(f"  a step takes {step.seconds:.3g} s, of which lanes work:")
+        for lane, seconds in sorted(step.busy.items(), key=lambda item: -item[1]):
+            moved = f", {step.moved[lane] / 1e9:.3g} GB" if step.moved.get(lane) else ""
+            lines.append(f"    {LANES[lane]}: {seconds:.3g} s, {seconds / step.seconds:.0%}{moved}")
+        way = sorted(step.critical.items(), key=lambda item: -item[1])
+        lines.append("  its end waits for " + ", ".join(f"{LANES[lane]} {seconds:.3g} s" for lane, seconds in way
+                                                         if seconds >= 0.01 * step.seconds))  # fmt: skip
+        lines.append(f"  {shown.tokens_per_day / DAY:,.0f} tokens a second")
+    if better is None:
+        lines.append("  no single upgrade would make it a fifth faster")
+    elif better.outlook.choice is not None:
+        then = better.outlook.choice
+        gain = "then it fits" if not better.gain else f"{better.gain:.2f} times as fast"
+        lines.append(f"  the cheapest upgrade that would help: {better.what}; {gain}, {then.step.seconds:.3g} s a step "
+                     f"of {then.work.tokens} tokens, bound by {LANES[then.step.limiting]}")  # fmt: skip
+    return "\n".join(lines)
+
+
+def cards_told() -> str:
+    """All cards, one a line."""
+    lines = [f"{'card':<24}{'memory':>8}{'bf16':>14}{'bandwidth':>12}  {'PCIe':<6}source"]
+    for card in CARDS:
+        slot = f"{card.pcie[0]}x{card.pcie[1]}"
+        lines.append(f"{card.name:<24}{card.gigabytes:>5} GB{card.tflops:>7.1f} TFLOP/s{card.bandwidth:>7.0f} GB/s  "
+                     f"{slot:<6}{card.source}")  # fmt: skip
+    return "\n".join(lines)

@@ -1,0 +1,165 @@
+"""The outlook of each way to train a model on one machine: whether it fits, how long rows may be, how fast it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from headrace.plan.modes import MODES, Mode
+from headrace.plan.place import Budgets
+from headrace.plan.search import BATCHES, Choice, Search
+from headrace.plan.subject import Subject, Work
+from headrace.spec.hardware import HardwareProfile
+from headrace.spec.placement import DEVICE, DISK
+
+DAY = 86400
+CHECKPOINTS = 2
+"""Checkpoints that `headrace train` keeps."""
+CONTEXT = 131072
+"""Tokens of the longest row that is looked for, where a model does not say its own."""
+DEVICE_SHARE, HOST_SHARE = 0.95, 0.9
+"""Of the memory that is free: what a run may take."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be trained."""
+
+    sequence: int = 1024
+    rows: int | None = None
+    """Of a micro-batch; None: the best."""
+    micro_batches: int = 1
+    compiled: bool = False
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """One way to train."""
+
+    mode: Mode
+    subject: Subject
+    choice: Choice | None
+    """The fastest that fits; None when nothing does."""
+    shortfall: int
+    """Bytes that the placement which lacks least lacks, and on which tier most."""
+    tier: str
+    max_context: int
+    clips: bool
+    """False where only updates inside the backward fit, which know no norm."""
+
+    @property
+    def fits(self) -> bool:
+        return self.choice is not None
+
+    @property
+    def tokens_per_day(self) -> float:
+        return self.choice.tokens_per_second * DAY if self.choice else 0.0
+
+    @property
+    def disk_bytes(self) -> int:
+        """Of the run, its checkpoints, and the model that it leaves."""
+        units = self.subject.spec.units
+        trained = sum(unit.trained_bytes for unit in units)
+        state = sum(unit.state_bytes for unit in units if unit.trained.entries)
+        kept = CHECKPOINTS * (trained + state) + trained
+        return kept + (self.choice.peaks.disk_bytes if self.choice else 0)
+
+    @property
+    def written_per_day(self) -> float:
+        """Bytes that steps write to the disk."""
+        if self.choice is None:
+            return 0.0
+        return self.choice.step.moved.get("write", 0) / self.choice.step.seconds * DAY
+
+
+def budgets_of(profile: HardwareProfile, device: int | None = None, host: int | None = None) -> Budgets:
+    """What a run may take on this machine, at most `device` and `host` bytes."""
+    memory = profile.memory
+    room = int(memory.host_available * HOST_SHARE)
+    card = None if profile.shared else int(memory.device_free * DEVICE_SHARE)
+    if card is not None and device is not None:
+        card = min(card, device)
+    return Budgets(card, room if host is None else min(room, host), profile.disk.free if profile.disk else None,
+                   profile.shared)  # fmt: skip
+
+
+def outlook(mode: Mode, base: Subject, profile: HardwareProfile, budgets: Budgets, asked: Asked) -> Outlook:
+    """Of one way to train `base`, a model with all weights trained."""
+    subject = mode.subject(base)
+    search = Search(subject, profile, budgets, compiled=asked.compiled, extra_host=mode.extra(base))
+    choice, clips = _best(search, asked, True), True
+    if choice is None and subject.trained > subject.spec.parameters // 2:  # gradients then pass a ring
+        choice = _best(search, asked, False)
+        clips = choice is None
+    short, tier = search.shortfall(Work(asked.rows or 1, asked.sequence, asked.micro_batches, clips=clips))
+    if profile.shared and tier == DEVICE:
+        tier = "host"
+    limit = min(base.positions or CONTEXT, CONTEXT)
+    longest = search.longest(limit, clips=clips) if choice is not None or short else 0
+    return Outlook(mode, subject, choice, 0 if choice else short, "" if choice else tier, longest, clips)
+
+
+def outlooks(
+    base: Subject, profile: HardwareProfile, budgets: Budgets, asked: Asked, modes: Sequence[Mode] = MODES
+) -> list[Outlook]:
+    """Of each way to train."""
+    return [outlook(mode, base, profile, budgets, asked) for mode in modes]
+
+
+def chosen(found: Sequence[Outlook]) -> Outlook | None:
+    """The first that fits and that Headrace trains today: all weights before adapters, wide moments before narrow."""
+    return next((each for each in found if each.fits and each.mode.ready), None)
+
+
+@dataclass(frozen=True)
+class Upgrade:
+    """One thing more for the machine, and what it would change."""
+
+    what: str
+    outlook: Outlook
+    gain: float
+    """Times as fast; 0.0 where it makes the difference between fitting and not."""
+
+
+FASTER = 1.2
+"""What an upgrade has to give to be named."""
+
+
+def upgrades(mode: Mode, base: Subject, profile: HardwareProfile, asked: Asked, now: Outlook) -> Upgrade | None:
+    """The cheapest that helps: more RAM, then a faster disk, then a wider link, then a card with more memory."""
+    memory, link = profile.memory, profile.link
+    more = replace(memory, host_total=2 * memory.host_total, host_available=memory.host_available + memory.host_total)
+    listed = [(f"twice the RAM ({2 * memory.host_total / 1e9:.0f} GB)", replace(profile, memory=more))]
+    if profile.disk is not None:
+        disk = profile.disk
+        fast = replace(disk, read=2 * disk.read, write=2 * disk.write, both=2 * disk.both)
+        listed.append((f"a disk of twice the speed (reads {fast.read / 1e9:.3g} GB/s)", profile.with_disk(fast)))
+    if not profile.shared:
+        wide = replace(link, up=2 * link.up, down=2 * link.down, both=2 * link.both)
+        listed.append(("twice the PCIe lanes, or the next generation", replace(profile, link=wide)))
+        room = replace(
+            memory, device_total=2 * memory.device_total, device_free=memory.device_free + memory.device_total
+        )
+        listed.append((f"a card with twice the memory ({2 * memory.device_total / 2**30:.0f} GiB)",
+                       replace(profile, memory=room)))  # fmt: skip
+    for what, better in listed:
+        then = outlook(mode, base, better, budgets_of(better), asked)
+        if then.choice is None:
+            continue
+        if now.choice is None:
+            return Upgrade(what, then, 0.0)
+        gain = then.choice.tokens_per_second / now.choice.tokens_per_second
+        if gain >= FASTER:
+            return Upgrade(what, then, gain)
+    return None
+
+
+def _best(search: Search, asked: Asked, clips: bool) -> Choice | None:
+    if asked.rows is not None:
+        return search.best(Work(asked.rows, asked.sequence, asked.micro_batches, clips=clips))
+    return search.best_rows(asked.sequence, clips, BATCHES, asked.micro_batches)
+
+
+def on_disk(found: Outlook) -> bool:
+    """Weights or state of the chosen placement live on a disk."""
+    return found.choice is not None and DISK in (*found.choice.placement.weights, *found.choice.placement.state)

@@ -1,0 +1,208 @@
+"""`headrace plan` and `headrace profile`: models and machines as people name them, the table, JSON, the picture."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+from headrace.base.events import EventLog
+from headrace.cli.config_file import read_config
+from headrace.cli.main import app
+from headrace.cli.planning import machine as machine_room
+from headrace.cli.planning.model import subject_named
+from headrace.model.blocks import find_blocks
+from headrace.model.units import divide
+from headrace.plan.shapes import ADAMW, Shape, subject_of
+from headrace.spec.hardware import HardwareProfile
+from recorded import H200
+
+KEYS = [
+    "mode", "fits", "shortfall_bytes", "max_context", "rows", "seconds_per_step", "tokens_per_day", "limiting_lane",
+    "device_bytes", "host_bytes", "disk_bytes", "disk_write_bytes_per_day", "flags",
+]  # fmt: skip
+DESKTOP = ["--gpu", "RTX 3080 10GB", "--ram", "64GB"]
+
+
+def run(*words: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, list(words))
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+@lru_cache
+def as_json(*words: str, code: int = 0) -> dict[str, Any]:
+    return {each["mode"]: each for each in json.loads(run("plan", *words, "--json", code=code))}
+
+
+def test_every_way_is_told_with_the_same_keys() -> None:
+    found = as_json("8b", *DESKTOP, "--disk", "7GB/s", "--pcie", "4x16")
+    assert list(found) == ["full", "full-bf16-moments", "full-8bit", "low-rank", "lora", "qlora"]
+    assert all(list(each) == KEYS for each in found.values())
+    for each in found.values():
+        assert each["fits"] and each["shortfall_bytes"] == 0
+        assert each["device_bytes"] < 10 << 30 and each["host_bytes"] < 64 * 10**9
+        assert each["max_context"] >= 1024 and each["seconds_per_step"] > 0
+        tokens = each["rows"] * 1024
+        assert each["tokens_per_day"] == pytest.approx(tokens / each["seconds_per_step"] * 86400)
+    full = found["full"]
+    assert full["disk_write_bytes_per_day"] * full["seconds_per_step"] / 86400 == pytest.approx(8.03e9 * 10, rel=0.01)
+    assert found["full-8bit"]["flags"] == found["low-rank"]["flags"] == [], "what is planned only is not run"
+    assert "--disk-dir" in full["flags"] and found["lora"]["disk_write_bytes_per_day"] == 0
+
+
+def test_what_does_not_fit_is_told_by_how_much() -> None:
+    """70 B on a desktop without a disk: nothing fits but four bits, and the shortfall shrinks with more RAM."""
+    found = as_json("70b", *DESKTOP, code=0)
+    assert [name for name, each in found.items() if each["fits"]] == ["qlora"]
+    assert found["full"]["flags"] == [] and found["full"]["rows"] is None and found["full"]["max_context"] == 0
+    more = as_json("70b", "--gpu", "RTX 3080 10GB", "--ram", "128GB")
+    assert 0 < more["full"]["shortfall_bytes"] < found["full"]["shortfall_bytes"]
+    none = as_json("70b", "--gpu", "RTX 3050 8GB", "--ram", "16GB", code=1)
+    assert not any(each["fits"] for each in none.values())
+    text = run("plan", "70b", "--gpu", "3050", "--ram", "16GB", "--why", code=1)
+    assert "of host memory short" in text and "lacks least" in text
+
+
+@pytest.mark.parametrize("mode", ["full", "full-bf16-moments", "lora", "qlora"])
+def test_flags_are_those_that_train_takes(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They make a configuration without mistakes, with what the plan says."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("MODEL", "MODEL-nf4"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    (tmp_path / "DATA").write_text("The mill stands by the river.")
+    found = as_json("8b", *DESKTOP, "--disk", "7GB/s", "--pcie", "4x16")[mode]
+    words, flags, settings = found["flags"], dict[str, Any](), list[str]()
+    for name, value in zip(words[::2], words[1::2], strict=True):
+        if name == "--set":
+            settings.append(value)
+        else:
+            flags[name[2:].replace("-", "_")] = [value] if name == "--data" else value
+    for name in ("batch", "sequence_length", "accumulation"):
+        if name in flags:
+            flags[name] = int(flags[name])
+    made, _ = read_config(None, flags, settings)
+    assert made.batch == found["rows"] and made.sequence_length == 1024
+    assert (made.lora is not None) == (mode in ("lora", "qlora"))
+    assert made.moments == ("bfloat16" if mode == "full-bf16-moments" else "float32")
+    assert made.placement.weights in ("device", "host", "disk")
+
+
+def test_the_table_the_reason_and_the_picture(tmp_path: Path) -> None:
+    path = tmp_path / "plan.svg"
+    text = run("plan", "1b", *DESKTOP, "--why", "--plot", str(path))
+    assert "1b, 1.24 billion parameters, on RTX 3080 10GB (from data sheets)" in text
+    assert "full, 8-bit moments (planned)" in text
+    assert "headrace train --model MODEL --data DATA --output RUN --batch" in text
+    assert "headrace quantize MODEL MODEL-nf4 --codec nf4" in text
+    assert "Why full, AdamW:" in text and "its end waits for" in text
+    assert "upgrade" in text
+    root = ET.parse(path).getroot()
+    shown = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"compute", "h2d", "d2h", "device", "RAM"} <= set(shown)
+    spans = [title.text or "" for title in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert any(text.startswith("BACKWARD u") for text in spans) and any(text.startswith("UPDATE u") for text in spans)
+
+
+def config_folder(folder: Path, config: transformers.PretrainedConfig) -> Path:
+    folder.mkdir()
+    config.save_pretrained(folder)
+    return folder
+
+
+SIZES = {"vocab_size": 4100, "hidden_size": 256, "intermediate_size": 700, "num_hidden_layers": 3,
+         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_shapes_are_divided_as_the_models_that_they_stand_for(kind: str, tied: bool, tmp_path: Path) -> None:
+    """Units, entries, tiles and visits of a shape by hand, against those of transformers' model without weights."""
+    more = {"head_dim": 64} if kind == "qwen3" else {}
+    config = transformers.AutoConfig.for_model(kind, **SIZES, tie_word_embeddings=tied, **more)
+    built = subject_named(str(config_folder(tmp_path / "model", config)))
+    shape = Shape(256, 700, 3, 4, 2, 64, 4100, tied, "", biased=kind == "qwen2", normed=kind == "qwen3")
+    made = subject_of("model", shape)
+    for ours, theirs in zip(made.spec.units, built.spec.units, strict=True):
+        assert (ours.name, ours.kind, ours.weights, ours.wide_grads) == (
+            theirs.name, theirs.kind, theirs.weights, theirs.wide_grads,
+        )  # fmt: skip
+    assert made.spec.matrices == built.spec.matrices
+    assert (made.visits, made.hidden, made.attention) == (built.visits, built.hidden, built.attention)
+
+
+def test_a_built_model_has_the_units_of_a_session(tmp_path: Path) -> None:
+    """Also one with experts: what is planned for is what wrap would divide."""
+    config = transformers.MixtralConfig(
+        **{**SIZES, "intermediate_size": 96}, num_local_experts=4, num_experts_per_tok=2
+    )
+    folder = config_folder(tmp_path / "model", config)
+    subject = subject_named(str(folder / "config.json"))
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    groups = {id(p): 0 for p in model.parameters()}
+    anatomy = divide(model, find_blocks(model), groups, ADAMW, frozenset(), EventLog())
+    assert subject.spec == anatomy.spec
+    assert subject.active == 0.5 and subject.positions == config.max_position_embeddings
+
+
+def test_models_that_cannot_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "not in the local cache" in run("plan", "nobody/nothing", *DESKTOP, code=1)
+    assert "is no shape, no folder and no file" in run("plan", "9b", *DESKTOP, code=1)
+    code = tmp_path / "code"
+    code.mkdir()
+    told = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}
+    (code / "config.json").write_text(json.dumps(told))
+    (code / "own.py").write_text("raise SystemExit('this ran')")
+    text = run("plan", str(code), *DESKTOP, code=1)
+    assert "without running its own code" in text and "this ran" not in text
+    (code / "config.json").write_text("{")
+    assert "cannot be read" in run("plan", str(code), *DESKTOP, code=1)
+
+
+def test_mistakes_in_the_flags_are_told_together() -> None:
+    text = run("plan", "1b", "--gpu", "4090", "--ram", "much", "--pcie", "9x3", "--disk", "fast", code=2)
+    assert "3 mistakes" in text and "--ram = 'much'" in text and "4x16" in text and "7GB/s" in text
+    assert "--ram describes another machine" in run("plan", "1b", "--ram", "64GB", code=2)
+    assert "say how much memory it has" in run("plan", "1b", "--gpu", "4090", code=2)
+    assert "nearest: RTX 4090" in run("plan", "1b", "--gpu", "RTX 4099", "--ram", "64GB", code=1)
+    assert "positions" in run("plan", "1b", *DESKTOP, "--sequence-length", "200000", code=2)
+    assert "there is no folder" in run("plan", "1b", *DESKTOP, "--plot", "/nowhere/at/all.svg", code=2)
+    assert "RTX 3060 12GB" in run("plan", "1b", "--cards")
+
+
+def test_disks_and_slots_as_people_write_them() -> None:
+    assert machine_room._disk("7GB/s").read == machine_room._disk("7 gb/s").write == 7e9
+    both = machine_room._disk("7/5GB/s,2TB")
+    assert (both.read, both.write, both.free) == (7e9, 5e9, 2 * 10**12)
+    assert machine_room._slot("gen4 x8") == machine_room._slot("4x8") == machine_room._slot("4.0x8") == (4, 8)
+
+
+def test_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its own profile, also without a GPU; budgets that are asked for stand in the flags too."""
+    given: list[Any] = []
+
+    def measured(
+        device: Any = None, folder: Any = None, refresh: bool = False, progress: Any = None
+    ) -> HardwareProfile:
+        given.append((device, folder, refresh))
+        return H200
+
+    monkeypatch.setattr("headrace.hardware.profile.profile_hardware", measured)
+    found = as_json("4b", "--device-memory", "8GiB", "--batch", "8")
+    assert found["full"]["device_bytes"] <= 8 << 30 and found["full"]["rows"] == 8
+    assert "--device-memory" in found["full"]["flags"]
+    assert given == [(None, None, False)]
+    printed = run("profile", "--device", "cpu", "--disk-dir", str(tmp_path), "--refresh", "--json")
+    assert HardwareProfile.from_json(json.loads(printed)) == H200
+    assert given[1] == ("cpu", tmp_path, True)
+    assert "matrix products" in run("profile")
+    assert "is no device" in run("profile", "--device", "tpu", code=2)
