@@ -24,11 +24,13 @@ from headrace.files.atomic import write_file
 from headrace.hardware import limits, measure
 from headrace.hardware.used import driver_version
 from headrace.kernels.threads import available_threads
-from headrace.spec.hardware import HardwareProfile, MemoryRoom
+from headrace.spec.hardware import Calibration, HardwareProfile, MemoryRoom
 
 Told = Callable[[str, int, int], None]
 """Told what is measured next, how many measurements are done, and how many there are."""
 CACHE = "HEADRACE_CACHE_DIR"
+CPU_BASE = 550 << 20
+"""RAM of Python and torch where no GPU is driven."""
 TOUCHED = 1 << 30
 """Bytes that are touched to see whether the machine's memory grows."""
 
@@ -88,6 +90,7 @@ def _measured(device: torch.device, folder: str | os.PathLike[str] | None, told:
     return HardwareProfile(
         _name(device), device.type, link, updates, compute, MemoryRoom(0, 0, 0, 0, grows=grows), disk,
         available_threads(), driver_version(device), torch.__version__, now,
+        Calibration() if device.type == "cuda" else Calibration(host_base_bytes=CPU_BASE),
     )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ def run(request: Request) -> int:
     if base.positions is not None and sequence > base.positions:
         raise ConfigError([f"--sequence-length = {sequence}: the model has {base.positions} positions"])
     profile = machine_of(request, measuring)
-    asked = Asked(sequence, request.batch, request.accumulation, "compile" in RunConfig.model_fields)
+    asked = Asked(sequence, request.batch, request.accumulation, _compiled())
     budgets = budgets_of(profile, sizes.get("device_memory"), sizes.get("host_memory"))
     found = outlooks(base, profile, budgets, asked)
     best = chosen(found)
@@ -54,6 +54,12 @@ def run(request: Request) -> int:
         drawn = best or next((each for each in found if each.fits), None)
         write_file(request.plot, picture(base.name, profile, budgets, drawn, found))
     return 0 if best is not None else 1
+
+
+def _compiled() -> bool:
+    """Whether `headrace train` compiles blocks unless told."""
+    option = RunConfig.model_fields.get("compile")
+    return option is not None and bool(option.default)
 
 
 def _sizes(request: Request) -> dict[str, int]:
