@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -20,11 +19,9 @@ from headrace.model.resident import Resident
 from headrace.spec.codecs import codec_named
 from headrace.spec.formats import ITEMSIZE
 from headrace.spec.layout import Entry, place
-from headrace.spec.model import BLOCK, REST, TILE, Matrix, ModelSpec, StateSpec, Unit
+from headrace.spec.model import BLOCK, REST, TILE, Matrix, ModelSpec, StateSpec, Unit, tile_rows
 
 TRAINABLE_DTYPES = (torch.float32, torch.bfloat16)
-TILE_ROWS = 64
-"""The logits of a tile are matrices with so many columns: without 16-byte rows a GPU takes twice the time for them."""
 HEAD_SHARE = 0.25
 """A linear layer outside the stacks streams in tiles when it is larger than this share of the largest block."""
 
@@ -94,7 +91,7 @@ def divide(
     matrices: list[Matrix] = []
 
     def add_matrix(p: Any) -> int:
-        rows = _tile_rows(p.shape[0], _bytes(p, narrow) / max(largest, 1))
+        rows = tile_rows(p.shape[0], _bytes(p, narrow) / max(largest, 1))
         starts = range(0, p.shape[0], rows)
         tiles = []
         for start in starts:
@@ -142,13 +139,6 @@ def divide(
                           state_stays=bool(resident.parameters)))  # fmt: skip
     anatomy.spec = ModelSpec(tuple(units), tuple(matrices))
     return anatomy
-
-
-def _tile_rows(rows: int, share: float) -> int:
-    """Rows of each tile but the last, for a matrix that is `share` times the largest block: no tile is larger than it,
-    but for what makes the rows a multiple of TILE_ROWS where they are many."""
-    each = -(-rows // math.ceil(share))
-    return -(-each // TILE_ROWS) * TILE_ROWS if each >= 8 * TILE_ROWS else each
 
 
 def _stored_bytes(p: torch.Tensor, narrow: frozenset[int], codecs: Mapping[int, str]) -> int:

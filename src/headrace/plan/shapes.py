@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from headrace.plan.subject import Attention, Subject
 from headrace.schedule.build import ROWS, Visit
 from headrace.spec.layout import Entry, place
-from headrace.spec.model import BLOCK, REST, TILE, Matrix, ModelSpec, StateSpec, Unit
+from headrace.spec.model import BLOCK, REST, TILE, Matrix, ModelSpec, StateSpec, Unit, tile_rows
 
 ADAMW = StateSpec(("exp_avg", "exp_avg_sq"))
-TILE_ROWS = 64  # as model/units has it: rows of a tile are a multiple of it where they are many
 
 
 @dataclass(frozen=True)
@@ -82,12 +80,6 @@ def subject_of(name: str, shape: Shape, dtype: str = "bfloat16") -> Subject:
     attention = Attention(shape.heads, shape.kv_heads, shape.head_dim)
     spec = ModelSpec(tuple(units), tuple(matrices))
     return Subject(name, spec, tuple(visits), shape.hidden, attention, dtype=dtype, positions=shape.positions)
-
-
-def tile_rows(rows: int, share: float) -> int:
-    """Rows of each tile but the last, of a matrix that is `share` times the largest block."""
-    each = -(-rows // math.ceil(share))
-    return -(-each // TILE_ROWS) * TILE_ROWS if each >= 8 * TILE_ROWS else each
 
 
 def _block_entries(prefix: str, shape: Shape, dtype: str) -> list[Entry]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass, replace
 
-from headrace.schedule.build import ROWS, Visit, contributes, sums_narrow
+from headrace.schedule.build import ROWS, Visit, summed_twice
 from headrace.spec.layout import Entry
 from headrace.spec.model import BLOCK, ModelSpec, Unit
 from headrace.spec.placement import DEVICE, Placement
@@ -88,17 +87,12 @@ class Subject:
 
     def on_windows(self) -> Subject:
         """Gradients of weights that one forward uses twice are summed in fp32."""
-        counts = Counter(unit for visit in self.visits for unit in contributes(self.spec, visit))
-        twice = {unit for unit, count in counts.items() if count > 1 and sums_narrow(self.spec.units[unit])}
-        return self._wide(twice)
+        return replace(self, spec=self.spec.with_wide_grads(summed_twice(self.spec, self.visits)))
 
     def placed(self, placement: Placement) -> Subject:
         """Gradients that are summed where the state lives on the device are kept in fp32 there."""
-        return self._wide({unit.index for unit in self.spec.units if placement.state[unit.index] == DEVICE})
-
-    def _wide(self, chosen: set[int]) -> Subject:
-        units = tuple(replace(u, wide_grads=True) if u.index in chosen else u for u in self.spec.units)
-        return replace(self, spec=replace(self.spec, units=units))
+        on_device = {index for index, tier in enumerate(placement.state) if tier == DEVICE}
+        return replace(self, spec=self.spec.with_wide_grads(on_device))
 
 
 def multiplied(entry: Entry, active: float) -> float:

@@ -8,6 +8,7 @@ was issued before this program began, in a pass or outside of one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -222,6 +223,13 @@ def sums_narrow(unit: Unit) -> bool:
 def _decoding(unit: Unit) -> tuple[str, ...]:
     """The token of the one place that compressed weights are decoded into, for a visit that does."""
     return ("decoded",) if unit.compressed else ()
+
+
+def summed_twice(spec: ModelSpec, visits: Iterable[Visit]) -> frozenset[int]:
+    """Units that one forward uses twice (an embedding that is the head too), with gradients in 16 bits: their sum is
+    kept in fp32."""
+    counts = Counter(unit for visit in visits for unit in contributes(spec, visit))
+    return frozenset(unit for unit, count in counts.items() if count > 1 and sums_narrow(spec.units[unit]))
 
 
 def _backward_unit(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -116,7 +115,9 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **giv
         return anatomy, _place(anatomy, rule, options, budgets, device, events)
 
     options, anatomy, placement = fitting(model, options, plan, events)
-    anatomy.spec = _widened(anatomy.spec, placement)
+    # Gradients that are summed where the state lives on the device are kept in fp32 there.
+    on_device = {index for index, tier in enumerate(placement.state) if tier == DEVICE}
+    anatomy.spec = anatomy.spec.with_wide_grads(on_device)
     with contextlib.ExitStack() as failed:
         session = _open(model, optimizer, rule, anatomy, placement, budgets, device, options, events, failed)
         object.__setattr__(model, "_headrace_session", session)
@@ -245,20 +246,12 @@ def _place(
 
 def _summed(anatomy: Anatomy, events: EventLog) -> ModelSpec:
     """Weights that one forward uses twice (an embedding that is the head too) keep their gradients in fp32."""
-    spec = anatomy.spec
-    counts = Counter(unit for visit in _predicted(anatomy) for unit in build.contributes(spec, visit))
-    twice = {u for u, count in counts.items() if count > 1 and build.sums_narrow(spec.units[u])}
-    units = tuple(replace(unit, wide_grads=True) if unit.index in twice else unit for unit in spec.units)
+    twice = build.summed_twice(anatomy.spec, _predicted(anatomy))
+    spec = anatomy.spec.with_wide_grads(twice)
     if twice:
-        size = sum(units[u].grads.nbytes for u in twice)
+        size = sum(spec.units[u].grads.nbytes for u in twice)
         events.add("gradients", "of weights that a forward uses twice are summed in fp32", bytes=format_bytes(size))
-    return replace(spec, units=units)
-
-
-def _widened(spec: ModelSpec, placement: Placement) -> ModelSpec:
-    """Gradients that are summed where the state lives on the device are kept in fp32 there."""
-    units = (replace(unit, wide_grads=True) if placement.state[unit.index] == DEVICE else unit for unit in spec.units)
-    return replace(spec, units=tuple(units))
+    return spec
 
 
 def _open(

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from headrace.spec.formats import itemsize
 from headrace.spec.layout import Entry, Layout
 
 BLOCK, TILE, REST = "block", "tile", "rest"
+TILE_ROWS = 64
+"""The logits of a tile are matrices with so many columns: without 16-byte rows a GPU takes twice the time for them."""
+
+
+def tile_rows(rows: int, share: float) -> int:
+    """Rows of each tile but the last, for a matrix that is `share` times the largest block: no tile is larger than it,
+    but for what makes the rows a multiple of TILE_ROWS where they are many."""
+    each = -(-rows // math.ceil(share))
+    return -(-each // TILE_ROWS) * TILE_ROWS if each >= 8 * TILE_ROWS else each
 
 
 @dataclass(frozen=True)
@@ -154,6 +164,11 @@ class ModelSpec:
 
     def region_bytes(self, region: str) -> int:
         return sum(unit.region_bytes(region) for unit in self.units)
+
+    def with_wide_grads(self, chosen: Collection[int]) -> ModelSpec:
+        """The same, with the gradients of these units kept in fp32."""
+        units = tuple(replace(unit, wide_grads=True) if unit.index in chosen else unit for unit in self.units)
+        return replace(self, units=units)
 
     def pieces(self) -> Iterator[tuple[Unit, int, Entry]]:
         """Every (unit, entry index, entry)."""
