@@ -17,6 +17,7 @@ from headrace.cli.merge import merge
 from headrace.cli.plan import plan
 from headrace.cli.profile import profile
 from headrace.cli.quantize import quantize
+from headrace.cli.report import report
 from headrace.cli.verify import verify
 
 app = typer.Typer(
@@ -111,6 +112,7 @@ app.command()(verify)
 app.command()(quantize)
 app.command()(merge)
 app.command()(bench)
+app.command()(report)
 app.command()(profile)
 app.command()(plan)
 
