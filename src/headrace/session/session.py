@@ -37,6 +37,7 @@ from headrace.session.report import memory_report
 from headrace.session.rest import Rest
 from headrace.session.tracing import Tracing
 from headrace.session.values import Values
+from headrace.session.watchdog import Watchdog
 from headrace.spec.model import ModelSpec
 from headrace.spec.placement import DEVICE, Placement
 
@@ -77,6 +78,7 @@ class Session:
         self.budgets = budgets
         """Bytes that may be used, by tier."""
         self._tracing = Tracing(self)
+        self._watchdog = Watchdog(events, self._executor.seconds)
         self._trial = Trial(budgets.device, stream.sink, stream.regions, events, sends=options.placement == "auto")
         if options.check_memory:
             stream.trial = self._trial
@@ -167,6 +169,7 @@ class Session:
             self._queue_updates()
         if not self.options.overlap:
             self._settled(self._executor.check)
+        self._watchdog.step(self.steps)
         self._tracing.step_over()
 
     def _queue_updates(self) -> None:
