@@ -115,7 +115,8 @@ def test_without_a_terminal_there_are_plain_lines(world: tuple[Path, Path], tmp_
 def test_what_the_view_shows(tmp_path: Path) -> None:
     """The newest values; hostile text as text; values that are missing or not finite do not stop it."""
     console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
-    with RunRecord(tmp_path / "log.jsonl") as record, display_on(console, 9, 0, record) as display:
+    record = RunRecord(tmp_path / "log.jsonl")
+    with display_on(console, 9, 0, record) as display:
         assert isinstance(display, Watch)
         record.begin(model="[bold]Evil\x1b[2J", device_budget=4 << 30)
         record.write(step=0, event="[red]", text="]\x1b]0;title\x07[/red]", numbers={})

@@ -36,19 +36,19 @@ needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium here: ap
 def recorded(folder: Path, steps: int = 40, text: str = "plain text", name: str = "name") -> Path:
     """A run as its record tells it, resumed once; `text` and `name` stand wherever a run has a say."""
     folder.mkdir(parents=True, exist_ok=True)
-    with RunRecord(folder / "log.jsonl") as record:
-        record.begin(steps=steps, model=text, device=text, parameters=4_020_000_000)
-        record.write(step=0, event=text, text=text, numbers={name: text})
-        for step in range(1, steps + 1):
-            if step == 7:
-                record.begin(steps=steps, model=text, device=text, parameters=4_020_000_000)
-            record.write(
-                step=step, loss=3 / step if step != 5 else math.nan, lr=1e-5 / step, grad_norm=1.0, seconds=2.0,
-                tokens_per_second=1000.0 + step, device_bytes=5 << 30, device_peak=6 << 30, host_bytes=60 << 30,
-                disk_bytes=0, disk_written=1 << 30, disk_read=2 << 30, ssd_written=3 << 30, link_up=8 << 30,
-                link_down=4 << 30, gpu_celsius=60.0 + step, gpu_watts=400.0, celsius={text: 40.0, "RAM 0": 35.0},
-            )  # fmt: skip
-        record.write(step=steps, validation_loss=0.5)
+    record = RunRecord(folder / "log.jsonl")
+    record.begin(steps=steps, model=text, device=text, parameters=4_020_000_000)
+    record.write(step=0, event=text, text=text, numbers={name: text})
+    for step in range(1, steps + 1):
+        if step == 7:
+            record.begin(steps=steps, model=text, device=text, parameters=4_020_000_000)
+        record.write(
+            step=step, loss=3 / step if step != 5 else math.nan, lr=1e-5 / step, grad_norm=1.0, seconds=2.0,
+            tokens_per_second=1000.0 + step, device_bytes=5 << 30, device_peak=6 << 30, host_bytes=60 << 30,
+            disk_bytes=0, disk_written=1 << 30, disk_read=2 << 30, ssd_written=3 << 30, link_up=8 << 30,
+            link_down=4 << 30, gpu_celsius=60.0 + step, gpu_watts=400.0, celsius={text: 40.0, "RAM 0": 35.0},
+        )  # fmt: skip
+    record.write(step=steps, validation_loss=0.5)
     (folder / "run.yaml").write_text(f"# {text}\nmodel: x\n")
     bars = [Bar("h2d", "LOAD", 0.01, 0.02), Bar("compute", "FORWARD", 0.02, 0.05), Bar("host", "UPDATE", 0.06, 0.2)]
     trace = json.loads(as_trace(bars))
@@ -116,10 +116,10 @@ def test_text_of_a_run_stays_text(tmp_path: Path) -> None:
 
 def test_long_runs_stay_small_and_keep_their_peaks(tmp_path: Path) -> None:
     """10,000 steps and as many events: a page that a phone can open, with the one peak that there was."""
-    with RunRecord(tmp_path / "log.jsonl") as record:
-        for step in range(1, 10_001):
-            record.write(step=step, loss=2.0 if step != 4321 else 9.0)
-            record.write(step=step, event="check", text=f"number {step}", numbers={})
+    record = RunRecord(tmp_path / "log.jsonl")
+    for step in range(1, 10_001):
+        record.write(step=step, loss=2.0 if step != 4321 else 9.0)
+        record.write(step=step, event="check", text=f"number {step}", numbers={})
     text = made(tmp_path)
     assert len(text) < 300_000
     assert text.count("<tr><td>") == MOST_EVENTS and f"{10_000 - MOST_EVENTS} in the middle are left out" in text

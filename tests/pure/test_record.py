@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from headrace.base.events import EventLog
 from headrace.report.record import RunRecord, position_after, read
@@ -11,29 +15,51 @@ from headrace.report.words import visible
 
 
 def test_it_is_cut_back_to_the_position_of_the_checkpoint(tmp_path: Path) -> None:
-    with RunRecord(tmp_path / "log.jsonl") as record:
-        record.write(step=1, loss=float("nan"))
-        position = record.position
-        record.write(step=2, loss=2.0)
-    with RunRecord(tmp_path / "log.jsonl", position) as again:
-        again.write(step=2, loss=3.0)
+    record = RunRecord(tmp_path / "log.jsonl")
+    record.write(step=1, loss=float("nan"))
+    position = record.position
+    record.write(step=2, loss=2.0)
+    again = RunRecord(tmp_path / "log.jsonl", position)
+    again.write(step=2, loss=3.0)
     assert (tmp_path / "log.jsonl").read_text() == '{"step": 1, "loss": null}\n{"step": 2, "loss": 3.0}\n'
 
 
 def test_events_come_once_with_their_numbers(tmp_path: Path) -> None:
     """Also numbers that JSON does not know."""
     log, followed = EventLog(), []
-    with RunRecord(tmp_path / "log.jsonl") as record:
-        record.follow = followed.append
-        log.add("placement", "on disk", units=3, folder=tmp_path, ratio=float("inf"), sizes=(1, 2))
-        record.events(0, log)
-        record.events(1, log)
-        log.add("trace", "written")
-        record.events(2, log)
+    record = RunRecord(tmp_path / "log.jsonl")
+    record.follow = followed.append
+    log.add("placement", "on disk", units=3, folder=tmp_path, ratio=float("inf"), sizes=(1, 2))
+    record.events(0, log)
+    record.events(1, log)
+    log.add("trace", "written")
+    record.events(2, log)
     run = read(tmp_path / "log.jsonl")
     assert [(event["step"], event["event"]) for event in run.events] == [(0, "placement"), (2, "trace")]
     assert run.events[0]["numbers"] == {"units": 3, "folder": str(tmp_path), "ratio": None, "sizes": [1, 2]}
     assert followed == run.events
+
+
+def test_a_full_disk_costs_lines_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is raised, an event tells once, and what comes when there is room again is whole."""
+    log, record = EventLog(), RunRecord(tmp_path / "log.jsonl")
+    record.write(step=1, loss=3.0)
+    real = builtins.open
+
+    def torn(path: Any, mode: str = "r", **given: Any) -> Any:
+        with real(path, mode, **given) as file:
+            file.write(b'{"step": 2, "lo')
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(builtins, "open", torn)
+    for step in (2, 3):
+        record.write(step=step, loss=2.0)
+        record.events(step, log)
+    monkeypatch.undo()
+    record.write(step=4, loss=1.0)
+    assert read(tmp_path / "log.jsonl").steps == [{"step": 1, "loss": 3.0}, {"step": 4, "loss": 1.0}]
+    (event,) = log
+    assert event.kind == "record" and "No space left" in event.text and event.numbers == {"step": 2}
 
 
 def test_what_is_read_after_a_kill(tmp_path: Path) -> None:

@@ -75,10 +75,8 @@ def _run(config: RunConfig, console: Console, stop: Stop, watch: bool) -> bool:
         write_file(output / "run.yaml", _as_yaml(parts.config))
         _warn_of_small_disk(config, parts.model, say)
         stop.defer()
-        with (
-            RunRecord(Path(config.log or output / NAME), loop.log_position) as log,
-            display_on(console, parts.steps, loop.step, log if watch else None) as display,
-        ):
+        log = RunRecord(Path(config.log or output / NAME), loop.log_position)
+        with display_on(console, parts.steps, loop.step, log if watch else None) as display:
             try:
                 complete = loop.run(display, log)
             finally:

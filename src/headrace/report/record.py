@@ -14,9 +14,9 @@ Temperatures are in degrees Celsius: `gpu_celsius`, and `celsius` by sensor. `se
 
 from __future__ import annotations
 
+import errno
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -37,26 +37,35 @@ class RunRecord:
     """Writes a record. `follow` is called with each line.
 
     `position`: bytes written; a resumed run cuts the file back to the position of its checkpoint, so that steps only
-    ever rise.
+    ever rise. Each line is one write, and no file stays open. A disk that is full costs lines and not the run: an event
+    says so.
     """
 
     def __init__(self, path: Path, position: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.follow: Callable[[Line], None] = lambda line: None
-        self._told = 0
-        self._file = open(path, "ab")  # noqa: SIM115 - `close` closes it
-        self._file.truncate(position)
+        self._path, self._told = path, 0
+        self._lost: OSError | None = None
+        self._torn = False
+        with open(path, "ab") as file:
+            file.truncate(position)
 
     @property
     def position(self) -> int:
-        self._file.flush()
-        return os.fstat(self._file.fileno()).st_size
+        return self._path.stat().st_size if self._path.exists() else 0
 
     def write(self, **values: Any) -> None:
         """Append a line; numbers that JSON does not know (NaN, infinity) become null, other objects their text."""
         line = _plain(values)
-        self._file.write(json.dumps(line).encode() + b"\n")
-        self._file.flush()
+        text = json.dumps(line).encode() + b"\n"
+        try:
+            with open(self._path, "ab", buffering=0) as file:
+                written = file.write(b"\n" * self._torn + text)
+            self._torn = written < len(text)
+            if self._torn:
+                raise OSError(errno.ENOSPC, "only part of a line was written", str(self._path))
+        except OSError as error:
+            self._lost, self._torn = error, True
         self.follow(line)
 
     def begin(self, **facts: Any) -> None:
@@ -68,15 +77,8 @@ class RunRecord:
         self._told, new = events.since(self._told)
         for event in new:
             self.write(step=step, event=event.kind, text=event.text, numbers=event.numbers)
-
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> RunRecord:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+        if self._lost is not None:
+            events.once(f"lost {self._path}", "record", f"lines of it are lost: {self._lost}", step=step)
 
 
 def _plain(value: Any) -> Any:
