@@ -183,6 +183,7 @@ NON_DEFAULT: dict[str, tuple[Any, Any]] = {
     "placement": ({"weights": "host", "state": "host"}, {"weights": "device", "state": "host"}),
     "trace": (3, "every 5"), "max_temperature": (80.5, 70),
     "lora": ({"r": 3, "targets": ["q_proj"]}, {"alpha": 5.0, "dora": True}),
+    "quantize": ({"codec": "int8/row"}, "nf4/128+double"), "attention": ("math", "auto"),
 }  # fmt: skip
 
 
@@ -251,5 +252,5 @@ def test_every_option_has_a_help_text_and_the_flags_are_frozen() -> None:
     assert set(FLAGS) == {
         "model", "config_model", "tokenizer", "data", "output", "steps", "epochs", "batch", "accumulation",
         "sequence_length", "lr", "device", "device_memory", "host_memory", "disk_dir", "validation", "eval_every",
-        "save_every", "seed", "resume", "trace", "max_temperature",
+        "save_every", "seed", "resume", "trace", "max_temperature", "quantize",
     }  # fmt: skip

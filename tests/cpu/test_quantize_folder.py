@@ -189,7 +189,7 @@ def test_report_and_perplexity(source: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("options", "said"), [
     (("--codec", "nf5"), "'nf5' is not a codec"),
     (("--override", "x"), "PATTERN=CODEC"),
-    (("--override", "*.nothing=int8"), "matches no matrix"),
+    (("--override", "*.nothing=int8"), "match no matrix"),
     (("--text", "nowhere.txt"), "cannot be read"),
     (("--keep-first", "99"), "quantises nothing"),
 ])  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import headrace
+from headrace.base.errors import OptionError
 from headrace.cli.config import RunConfig
 from headrace.cli.config_file import ConfigError
 from headrace.cli.lora import adapted
@@ -70,7 +71,7 @@ def assemble(config: RunConfig, say: Callable[[str], None], waiting: Waiting = u
     if not Path(place).exists():
         say(f"fetching {place} from the Hugging Face hub, unless it is there already")  # which has bars of its own
     with waiting("building the model, its weights still on disk") if Path(place).exists() else unseen(""):
-        model = headrace.load_model(place, dtype=getattr(torch, config.dtype), random_weights=config.model is None)
+        model = _loaded(config, place)
         tokenizer = _load_tokenizer(config)
     config = _with_length(config, model, say)
     if config.packing is True:
@@ -91,9 +92,20 @@ def assemble(config: RunConfig, say: Callable[[str], None], waiting: Waiting = u
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(step))
     return Parts(
         config, model, tokenizer, session(model), optimizer, scheduler, train, validation, sampler,
-        encoder.pad, steps, {"data": train.fingerprint, "model": model_fingerprint(model)},
+        encoder.pad, steps, {"data": train.fingerprint, "model": model_fingerprint(model), **_codecs(session(model))},
         call, flat,
     )  # fmt: skip
+
+
+def _loaded(config: RunConfig, place: str) -> Any:
+    """The model without its weights; what `config.quantize` stores compressed is frozen."""
+    asked = None if config.quantize is None else config.quantize.asked()
+    try:
+        return headrace.load_model(
+            place, dtype=getattr(torch, config.dtype), random_weights=config.model is None, quantize=asked
+        )
+    except OptionError as error:
+        raise ConfigError([f"quantize: {error}"]) from error
 
 
 def _keep_apart(model: Any, table: TokenTable, flat: bool) -> None:
@@ -135,6 +147,8 @@ def _streamed(config: RunConfig, model: Any) -> tuple[Any, Any]:
         threads=config.threads,
         on_nonfinite=config.on_nonfinite,
         guard_every=config.guard_every,
+        attention=config.attention,
+        prefer="quality" if config.quantize is None else config.quantize.prefer,
         trace=config.trace,
         trace_dir=Path(config.output) / TRACES,
         seed=config.seed,
@@ -147,6 +161,12 @@ def model_fingerprint(model: nn.Module) -> str:
     lines = [type(model).__name__]
     lines += [f"{name} {tuple(p.shape)} {own_dtype(p)}" for name, p in model.named_parameters()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _codecs(opened: Any) -> dict[str, str]:
+    """A fingerprint of how the base is stored, where it is: "auto" may choose otherwise on another machine."""
+    told = [f"{e.name} {e.codec}" for unit in opened.spec.units for e in unit.weights.entries if e.codec]
+    return {"codec of the base": hashlib.sha256("\n".join(told).encode()).hexdigest()} if told else {}
 
 
 def _load_tokenizer(config: RunConfig) -> Any:

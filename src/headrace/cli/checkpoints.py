@@ -130,7 +130,8 @@ def refuse_other_run(path: Path, then: Mapping[str, Any], now: Mapping[str, Any]
         for name, value in now["options"].items()
         if then["options"].get(name) != value
     ]
-    differing += [f"the {name} differs" for name in now if name != "options" and then.get(name) != now[name]]
+    names = [name for name in {**then, **now} if name != "options"]
+    differing += [f"the {name} differs" for name in names if then.get(name) != now.get(name)]
     if differing:
         raise OtherRun(
             f"{path} was made by another run", "; ".join(differing),

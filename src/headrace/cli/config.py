@@ -14,12 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from headrace.base.errors import OptionError
 from headrace.base.units import parse_bytes
 from headrace.cli.config_lora import Lora
+from headrace.cli.config_quantize import Quantize
 from headrace.spec.traced import TracedSteps
 
 FLAGS = (
     "model", "config_model", "tokenizer", "data", "output", "steps", "epochs", "batch", "accumulation",
     "sequence_length", "lr", "device", "device_memory", "host_memory", "disk_dir", "validation", "eval_every",
-    "save_every", "seed", "resume", "trace", "max_temperature",
+    "save_every", "seed", "resume", "trace", "max_temperature", "quantize",
 )  # fmt: skip
 
 SIZES = ("device_memory", "host_memory")
@@ -78,6 +79,9 @@ class RunConfig(BaseModel):
 
     lora: Lora | None = None
     """Train adapters beside the frozen model, and save them in peft's format; {} takes the defaults below."""
+    quantize: Quantize | None = None
+    """Store the matrices of the blocks with a codec, such as nf4, and freeze them: the base of adapters. Without lora
+    what keeps its format is trained: embeddings, head, norms, and the blocks that are kept below."""
 
     lr: Annotated[float, Field(ge=0)] = 1e-5
     """Highest learning rate."""
@@ -102,6 +106,9 @@ class RunConfig(BaseModel):
     guard_every: CountOrNone | None = None
     """Optimizer steps between checks of one block's gradient against one computed again in fp32; a wrong one stops the
     run before it is saved. 0 or null: none."""
+    attention: Literal["auto", "cudnn", "flash", "efficient", "math"] | None = None
+    """Which of torch's kernels computes attention in the blocks; auto: the fastest, measured once; null: torch
+    chooses. Kernels round differently."""
 
     device: str | None = None
     """"cpu", "cuda" or "cuda:N"; a GPU if there is one, unless given."""
@@ -200,6 +207,11 @@ class RunConfig(BaseModel):
     def _automatic_placement(cls, value: Any) -> Any:
         return {} if value in ("auto", None) else value
 
+    @field_validator("quantize", mode="before")
+    @classmethod
+    def _codec_alone(cls, value: Any) -> Any:
+        return {SHORT["quantize"]: value} if isinstance(value, str) else value
+
     @field_validator("validation", mode="before")
     @classmethod
     def _fraction_or_paths(cls, value: Any) -> Any:
@@ -215,8 +227,10 @@ class RunConfig(BaseModel):
         return items
 
 
-SECTIONS: dict[str, type[BaseModel]] = {"placement": Placement, "lora": Lora}
+SECTIONS: dict[str, type[BaseModel]] = {"placement": Placement, "lora": Lora, "quantize": Quantize}
 """Options that hold options."""
+SHORT = {"quantize": "codec"}
+"""Of a section, the option that text in the section's place gives; so does the section's flag."""
 
 
 def helps() -> dict[str, str]:

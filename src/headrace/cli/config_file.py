@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from headrace.base.errors import OptionError
-from headrace.cli.config import SECTIONS, RunConfig
+from headrace.cli.config import SECTIONS, SHORT, RunConfig
 from headrace.cli.config_rules import broken_rules, resolved
 from headrace.cli.names import NEAR, nearest, strays, unknown
 
@@ -24,6 +24,7 @@ INSTEAD = {"steps": "epochs", "epochs": "steps", "model": "config_model", "confi
 FORMS = {
     "placement": 'is not "auto" and not of the form {"weights": "host", "state": "disk"}',
     "lora": 'is not of the form {"r": 16, "alpha": 32}, of whose options each has a default',
+    "quantize": 'is not of the form nf4 or {"codec": "nf4", "keep_first": 1}',
 }
 """What is wrong with a section that is none."""
 
@@ -154,8 +155,9 @@ def explicit(
     seen: dict[Place, str] = {}
     for name, value in flags.items():
         if value is not None and value != []:
-            seen[(name,)] = "--" + name.replace("_", "-")
-            yield (name,), (seen[(name,)], value)
+            place: Place = (name, SHORT[name]) if name in SHORT else (name,)
+            seen[place] = "--" + name.replace("_", "-")
+            yield place, (seen[place], value)
     for setting in settings:
         name, sign, text = setting.partition("=")
         if not sign or not name.strip():
@@ -184,8 +186,9 @@ def _take(given: Given, explicit: Mapping[Place, tuple[str, Any]]) -> None:
             del given.values[other]
         inner = given.values
         for name in place[:-1]:
-            if not isinstance(inner.get(str(name)), dict):
-                inner[str(name)] = {}
+            above = inner.get(str(name))
+            if not isinstance(above, dict):
+                inner[str(name)] = {SHORT[str(name)]: above} if name in SHORT and isinstance(above, str) else {}
             inner = inner[str(name)]
         inner[str(place[-1])] = value
         given.places = {old: line for old, line in given.places.items() if old[: len(place)] != place}
@@ -233,7 +236,8 @@ def _explained(place: Place, item: dict[str, Any]) -> str:
         "greater_than": f"is too small: more than {context.get('gt')}",
         "less_than": f"is too large: less than {context.get('lt')}",
         "tuple": "is not a list", "too_": f"has {context.get('actual_length')} entries",
-        "missing": "has too few entries: two are needed", "model": FORMS.get(name, ""),
+        "dict": "is not of the form {name: value}", "missing": "has too few entries: two are needed",
+        "model": FORMS.get(name, ""),
     }  # fmt: skip
     told = next((text for start, text in texts.items() if kind.startswith(start)), str(item["msg"]))
     return f"{value} {told}"

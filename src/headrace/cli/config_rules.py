@@ -8,6 +8,7 @@ from pathlib import Path
 
 from headrace.cli.adapters import is_adapter
 from headrace.cli.config import RunConfig
+from headrace.cli.config_quantize import AUTO, Quantize
 from headrace.data.sources import absolute, dataset_of
 
 _PATHS = ("config_model", "output", "disk_dir", "log", "chat_template")
@@ -35,6 +36,8 @@ def _combinations(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
         yield ("lora", "config_model"), "lora needs a trained model: --model FOLDER in place of config_model"
     if config.lora is not None and config.lora.dtype == "bfloat16" and config.dtype == "float32":
         yield ("lora", "dtype"), 'lora.dtype = "bfloat16" is narrower than dtype = "float32": leave one of them out'
+    if config.quantize is not None:
+        yield from _quantised(config, config.quantize)
     if not config.data:
         yield ("data",), "data is missing: --data PATH"
     if not config.output:
@@ -52,6 +55,19 @@ def _combinations(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
         yield ("placement",), "placement names only one of weights and state: give both, or auto"
     if "disk" in (place.weights, place.state) and config.disk_dir is None:
         yield ("placement", "disk_dir"), "placement on disk needs a folder: --disk-dir FOLDER"
+
+
+def _quantised(config: RunConfig, quantize: Quantize) -> Iterator[tuple[tuple[str, ...], str]]:
+    if config.config_model is not None:
+        yield ("quantize", "config_model"), "quantize needs a trained model: --model FOLDER in place of config_model"
+    if quantize.codec != AUTO:
+        if quantize.prefer != "quality":
+            yield ("quantize",), f'quantize.prefer is for "auto", and the codec is {quantize.codec}: leave one out'
+        return
+    if config.lora is None:
+        yield ("quantize", "lora"), 'quantize = "auto" needs frozen weights: add lora, or name a codec'
+    if quantize != Quantize(codec=AUTO, prefer=quantize.prefer):
+        yield ("quantize",), 'quantize.codec = "auto" chooses one codec for all: leave the others out, or name a codec'
 
 
 def _files(config: RunConfig) -> Iterator[tuple[str, str]]:

@@ -15,7 +15,7 @@ _SWITCHES = ("resume",)
 METAVARS = {
     "model": "FOLDER|ID", "config_model": "FILE", "tokenizer": "FOLDER|ID", "data": "PATH", "output": "FOLDER",
     "device": "NAME", "device_memory": "SIZE", "host_memory": "SIZE", "disk_dir": "FOLDER",
-    "validation": "PATH|FRACTION", "trace": 'N|"every K"', "max_temperature": "C",
+    "validation": "PATH|FRACTION", "trace": 'N|"every K"', "max_temperature": "C", "quantize": "CODEC",
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from headrace.cli.flags import METAVARS
 _KINDS = {
     "chat_template": "FILE", "data": "list of PATH|ID", "log": "FILE",
     "lora": "{r: N, alpha: NUMBER, ...}", "placement": "auto | {weights: TIER, state: TIER}",
-    "validation": "FRACTION | list of PATH",
+    "quantize": "CODEC | {codec: CODEC, ...}", "validation": "FRACTION | list of PATH",
 }  # fmt: skip
 _TYPES = {"string": "TEXT", "boolean": "true | false", "integer": "whole number", "number": "number", "null": "null"}
 
@@ -52,6 +52,8 @@ def _kind(field: dict[str, Any]) -> str:
         return " | ".join(_kind(part) for part in field["anyOf"])
     if "enum" in field or "const" in field:
         return " | ".join(field.get("enum") or [field["const"]])
+    if field.get("type") == "object":
+        return "{NAME: TEXT, ...}"
     if "items" in field:
         return "list of TEXT"
     if "prefixItems" in field:
@@ -62,7 +64,7 @@ def _kind(field: dict[str, Any]) -> str:
 
 
 def _shown(default: Any) -> str:
-    if default in (None, (), ""):
+    if default in (None, (), {}, ""):
         return "no default"
     if isinstance(default, bool):
         return f"default {str(default).lower()}"

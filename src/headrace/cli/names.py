@@ -32,7 +32,8 @@ ELSEWHERE = {
     "spill": "disk_dir", "eval_data": "validation", "eval_dataset": "validation", "val": "validation",
     "eval_steps": "eval_every", "eval_interval": "eval_every", "save_steps": "save_every",
     "save_interval": "save_every", "save_total_limit": "keep", "resume_from_checkpoint": "resume", "log_file": "log",
-    "pack": "packing",
+    "pack": "packing", "quantization": "quantize", "load_in_4bit": "quantize", "load_in_8bit": "quantize",
+    "attn_implementation": "attention",
 }  # fmt: skip
 
 

@@ -194,12 +194,11 @@ def _refuse_used(output: Path, resume: bool) -> None:
 
 def _warn_of_small_disk(config: RunConfig, model: Any, say: Any) -> None:
     """Say before training when the checkpoints and the export will not fit."""
-    numbers = sum(
-        parameter.numel() for parameter in model.parameters() if config.lora is None or parameter.requires_grad
-    )
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    written = trained if config.lora is not None else sum(parameter.numel() for parameter in model.parameters())
     moments = 8 if config.moments == "float32" else 4
-    saved = numbers * (4 + moments) * (config.keep + 1 if config.save_every else 1)
-    need = saved + numbers * (2 if config.dtype == "bfloat16" and config.lora is None else 4)
+    saved = trained * (4 + moments) * (config.keep + 1 if config.save_every else 1)
+    need = saved + written * (2 if config.dtype == "bfloat16" and config.lora is None else 4)
     free = shutil.disk_usage(config.output).free
     if need > free:
         say(

@@ -106,14 +106,14 @@ def choose(
     """
     found = list(found)
     names = [candidate.name for candidate in found]
-    for pattern, text in precision.pairs:
-        if not fnmatch.filter(names, pattern):
-            raise OptionError(
-                f"an override of the precision map, {pattern!r}: {text!r}, matches no matrix of a block",
-                f"{len(names)} have a choice, such as {names[0] if names else 'none'}",
-                "Give a pattern of such names. Embeddings, heads, vectors and what several modules share keep their "
-                "own format",
-            )
+    stray = [f"{pattern!r}: {text!r}" for pattern, text in precision.pairs if not fnmatch.filter(names, pattern)]
+    if stray:
+        raise OptionError(
+            f"of the precision map's overrides, {' and '.join(stray)} match no matrix of a block",
+            f"{len(names)} have a choice, such as {names[0] if names else 'none'}",
+            "Give a pattern of such names. Embeddings, heads, vectors and what several modules share keep their "
+            "own format",
+        )
     free = [candidate for candidate in found if frozen(candidate.parameter)]
     if not free:
         raise OptionError(
