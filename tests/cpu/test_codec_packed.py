@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from headrace import ModelError, OptionError
-from headrace.codec.packed import decode, encode, relative_error, views
+from headrace.codec.error import decoded_pieces, relative_error
+from headrace.codec.packed import decode, encode, views
 from headrace.spec.codecs import ALIGNMENT, codec_named
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -51,6 +52,21 @@ def test_the_measured_error_is_that_of_the_decoded_weights(text: str) -> None:
     expected = ((unpack(text, packed, (40, 70)) - weight).double().norm() / weight.double().norm()).item()
     assert relative_error(codec_named(text), weight, packed) == pytest.approx(expected, rel=1e-6)
     assert relative_error(codec_named(text), torch.zeros(3, 4), pack(text, torch.zeros(3, 4))) == 0.0
+
+
+@pytest.mark.parametrize("text", [*CODECS, "nf4/32", "int8/256"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pieces_have_the_bits_of_the_whole(text: str, dtype: torch.dtype) -> None:
+    """Cuts fall inside matrices, between them, and leave odd ends; the weight is as it was."""
+    for shape in ((1,), (33, 65), (300, 257), (5, 30, 41), (3, 131, 129), (2, 0, 4), (129, 1)):
+        weight = normal(*shape).to(dtype)
+        before, packed = weight.clone(), pack(text, weight)
+        whole = unpack(text, packed, shape, dtype)
+        for at_once in (64, 1000, 1 << 18):
+            pieces = list(decoded_pieces(codec_named(text), shape, dtype, packed, at_once))
+            assert torch.equal(torch.cat([torch.empty(0, dtype=dtype), *pieces]), whole.flatten()), (shape, at_once)
+        assert relative_error(codec_named(text), weight, packed) > 0 or weight.numel() < 200  # exact there
+        assert torch.equal(weight, before)
 
 
 @pytest.mark.parametrize("text", CODECS)

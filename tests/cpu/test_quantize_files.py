@@ -64,8 +64,8 @@ def test_a_loaded_model_is_encoded_as_it_is_read(family: str, home: str, tmp_pat
 
 
 def test_loading_holds_one_tensor_beside_the_result(tmp_path: Path) -> None:
-    """Of 48 MiB in fp32 with fused experts of 16 MiB: each is read, encoded into its place and let go. What is measured
-    to tell its error is its decoded value: one more, and no third."""
+    """Of 48 MiB in fp32 with fused experts of 16 MiB: each is read, encoded into its place and let go. Its decoded
+    value, which tells its error, is never there whole."""
     folder = tiny.save(tiny.build("mixtral", **WIDE), tmp_path / "a", "10MB")
     with LiveBytes() as memory:
         model = load_model(folder, quantize="nf4")
@@ -79,7 +79,7 @@ def test_loading_holds_one_tensor_beside_the_result(tmp_path: Path) -> None:
         result = arenas.host_arena.nbytes + arenas.device_arena.nbytes
         stored = sum(unit.stored.nbytes for unit in session.spec.units)
         assert stored < 12 * MIB
-        assert memory.peak - before <= result + 2 * largest + 6 * MIB
+        assert largest <= memory.peak - before <= result + largest + 4 * MIB
         assert memory.live - before <= result + MIB
         session.close()
 

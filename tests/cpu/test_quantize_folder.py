@@ -83,6 +83,17 @@ def test_opening_decodes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     session.close()
 
 
+def test_writing_holds_one_tensor(tmp_path: Path) -> None:
+    """A fused tensor of 16 MiB and its packed bytes, but never its decoded value."""
+    source = tiny.save(tiny.build("mixtral", **WIDE), tmp_path / "a", "10MB")
+    with LiveBytes() as memory:
+        model = load_model(source, quantize="nf4")
+        memory.reset()
+        before, packed = memory.live, 16 * MIB * 9 // 64
+        save_quantised(model, tmp_path / "b", 3_000_000)
+        assert 16 * MIB + packed <= memory.peak - before <= 16 * MIB + packed + 4 * MIB
+
+
 def test_others_refuse_the_folder_by_name(tmp_path: Path) -> None:
     folder, _ = written("llama", tmp_path)
     with pytest.raises(OSError, match=r"no file named model\.safetensors"):

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from headrace.codec.error import relative_error
 from headrace.codec.packed import decoding, encode
 from headrace.spec.codecs import codec_named
 from headrace.spec.layout import Entry
-
-AT_ONCE = 1 << 20
-"""Numbers that are compared at a time."""
 
 
 def pack(entry: Entry, value: Tensor) -> Tensor:
@@ -48,13 +45,9 @@ def unpacking(entry: Entry, packed: Tensor, out: Tensor) -> Callable[[], None]:
 
 
 def error_of(entry: Entry, value: Tensor, packed: Tensor) -> float:
-    """Relative L2 distance, from `value`, of what `packed` (on the CPU) stands for. Takes one more tensor in memory."""
-    decoded, value = unpack(entry, packed).view(-1), value.detach().to("cpu").reshape(-1)
-    off = size = 0.0
-    for ours, theirs in zip(decoded.split(AT_ONCE), value.split(AT_ONCE), strict=True):
-        size += float(theirs.float().square().sum(dtype=torch.float64))
-        off += float((theirs.float() - ours).square().sum(dtype=torch.float64))
-    return math.sqrt(off / size) if size else 0.0
+    """Relative L2 distance, from `value`, of what `packed` (on the CPU) stands for; nothing is decoded whole."""
+    assert entry.codec is not None
+    return relative_error(codec_named(entry.codec), value.detach().to("cpu"), packed, _dtype(entry))
 
 
 def _dtype(entry: Entry) -> torch.dtype:

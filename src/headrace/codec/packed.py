@@ -113,19 +113,6 @@ def views(codec: Codec, shape: tuple[int, ...], packed: Tensor) -> dict[str, Ten
     return {name: packed[first:last].view(dtype).view(form) for name, first, last, dtype, form in _slices(codec, shape)}
 
 
-@torch.no_grad()
-def relative_error(codec: Codec, weight: Tensor, packed: Tensor) -> float:
-    """|decoded - weight| / |weight| in the L2 norm, summed in fp64; 0 for a tensor of zeros.
-
-    Takes two temporaries of the size of `weight` in fp32.
-    """
-    decoded = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
-    decode(codec, packed, decoded)
-    error = torch.linalg.vector_norm(decoded.sub_(weight), dtype=torch.float64).item()
-    size = torch.linalg.vector_norm(weight.float(), dtype=torch.float64).item()
-    return error / size if size else 0.0
-
-
 @functools.lru_cache(maxsize=4096)
 def _slices(codec: Codec, shape: tuple[int, ...]) -> tuple[tuple[str, int, int, torch.dtype, tuple[int, ...]], ...]:
     """Name, first and last byte, dtype and shape of each part."""
