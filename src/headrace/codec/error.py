@@ -20,7 +20,7 @@ _TILE = 128
 
 @torch.no_grad()
 def relative_error(codec: Codec, weight: Tensor, packed: Tensor, dtype: torch.dtype | None = None) -> float:
-    """|decoded - weight| / |weight| in the L2 norm, summed in fp64; 0 for a tensor of zeros.
+    """|decoded - weight| / |weight| in the L2 norm, each piece summed in fp32 and all in fp64; 0 for a tensor of zeros.
 
     weight: any shape, bf16, fp16 or fp32; packed: its bytes, on the same device; dtype: in which the weight is decoded,
     its own unless given. Takes memory for a few pieces of AT_ONCE numbers, and a copy of what is not contiguous.
@@ -30,8 +30,9 @@ def relative_error(codec: Codec, weight: Tensor, packed: Tensor, dtype: torch.dt
     for piece in decoded_pieces(codec, tuple(weight.shape), dtype or weight.dtype, packed):
         theirs = flat[position : position + piece.numel()].float()
         position += piece.numel()
-        size += float(theirs.square().sum(dtype=torch.float64))
-        off += float((theirs - piece).square().sum(dtype=torch.float64))
+        size += float(theirs @ theirs)
+        lost = theirs - piece
+        off += float(lost @ lost)
     return math.sqrt(off / size) if size else 0.0
 
 
