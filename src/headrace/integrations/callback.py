@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import TrainerCallback
-
 from headrace.base.errors import OptionError
 from headrace.integrations.trainer_arguments import differences, refused
 from headrace.integrations.trainer_log import Meter
+from headrace.integrations.trainer_record import RunRecorder
 from headrace.session.session import Session
 
 
-class HeadraceCallback(TrainerCallback):
-    """Checks that the Trainer can train a wrapped model, spares the optimizer's state a copy, and logs what steps take.
+class HeadraceCallback(RunRecorder):
+    """Checks that the Trainer can train a wrapped model, spares the optimizer's state a copy, and tells what steps
+    take: in the Trainer's log, and in a record for `headrace report`.
 
     ```python
     model, optimizer = headrace.wrap(model, lr=1e-5, max_grad_norm=arguments.max_grad_norm)
@@ -22,9 +22,13 @@ class HeadraceCallback(TrainerCallback):
 
     Clipping is the session's: what `max_grad_norm` the arguments have (1.0 by default), wrap is told as well. Each
     micro-batch of an accumulation window loads the weights again; HeadraceTrainer loads them once per window.
+
+    Callbacks log in their order, those of `report_to` first: `report_to="none"` and
+    `callbacks=[HeadraceCallback(), TensorBoardCallback()]` bring the fields of a streamed step to TensorBoard.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._meter: Meter | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
@@ -50,6 +54,9 @@ class HeadraceCallback(TrainerCallback):
         if args.gradient_accumulation_steps > 1:
             text = "a stock Trainer loads the weights for each micro-batch, HeadraceTrainer once per window"
             session.events.add("accumulation", text, micro_batches=args.gradient_accumulation_steps)
+        if args.report_to:
+            text = "these log before HeadraceCallback adds its fields: pass their callbacks after it instead"
+            session.events.add("log", text, report_to=", ".join(args.report_to))
         self._meter = Meter(session)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **objects: Any) -> None:
@@ -60,3 +67,4 @@ class HeadraceCallback(TrainerCallback):
             norm = objects["optimizer"].last_grad_norm
             for entry in (logs, state.log_history[-1]):
                 entry.update(fields, grad_norm=0.0 if norm is None else norm)
+        super().on_log(args, state, control, logs, **objects)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,8 @@ from headrace.integrations import trainer_checkpoint as checkpoint
 from headrace.integrations.trainer_arguments import Setup, check_model, differences, set_up
 from headrace.integrations.trainer_log import GradNorm, Meter, logits_as_tensors, tell_placement
 from headrace.integrations.trainer_loss import StreamedLabelSmoother
+from headrace.integrations.trainer_record import RunRecorder
+from headrace.report.record import TRACES
 from headrace.session.session import Session
 from headrace.session.wrap import wrap
 
@@ -55,6 +58,7 @@ class StreamedTraining(_Base):
         smoother: Any = self.label_smoother
         if smoother is not None:
             self.label_smoother = StreamedLabelSmoother(smoother, lambda: self.model)  # type: ignore[assignment]
+        self.add_callback(RunRecorder())
         if _session_of(self.model) is not None:
             self._adopt()
 
@@ -107,7 +111,8 @@ class StreamedTraining(_Base):
             return model  # type: ignore[no-any-return]
         if self.optimizer is None:
             self.create_optimizer()
-        wrapped, _ = wrap(model, self.optimizer, **self._setup.options)
+        places = {"trace_dir": Path(str(self.args.output_dir)) / TRACES} if "trace" in self._setup.options else {}
+        wrapped, _ = wrap(model, self.optimizer, **{**places, **self._setup.options})
         session = _session_of(model)
         assert session is not None
         for kind, text in self._setup.notes:
