@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pty
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,12 @@ from headrace.cli.cooling import Cooling
 from headrace.cli.progress import Display
 from headrace.cli.signals import Stop
 from headrace.cli.watch import Watch, display_on, sparkline
+from headrace.hardware.profile import cache_path
 from headrace.hardware.sensors import GPU_SECONDS, HWMON_SECONDS, Sensors
+from headrace.report.lanes import PLAN, read_bars
 from headrace.report.record import RunRecord, read
+from headrace.schedule.op import LANES
+from recorded import H200
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +67,33 @@ def test_the_record_of_a_run(world: tuple[Path, Path], tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "out" / "trace").iterdir()) == [
         f"step-{step:08d}.json" for step in (2, 4, 6)
     ]
+
+
+def test_the_plan_lies_beside_the_traces(
+    world: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the machine was measured: the lanes of a step with as many blocks, and an event with its seconds. Where it
+    was not, an event says so. Nothing is measured because of a trace."""
+    monkeypatch.setenv("HEADRACE_CACHE_DIR", str(tmp_path / "cache"))
+    code, printed = headrace(*arguments(*world, tmp_path / "unknown", trace=1, steps=1, warmup=0))
+    assert code == 0 and "[plan] no step is foreseen" in printed, printed
+    assert not (tmp_path / "unknown" / "trace" / PLAN).exists() and not (tmp_path / "cache").exists()
+    path = cache_path(torch.device("cpu"), None)
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(replace(H200, kind="cpu").to_json()))
+    code, printed = headrace(
+        *arguments(*world, tmp_path / "out", trace=1, steps=1, warmup=0, placement="{weights: host, state: host}")
+    )
+    assert code == 0, printed
+    planned, measured = (read_bars(tmp_path / "out" / "trace" / name) for name in (PLAN, "step-00000001.json"))
+    for verb, count in (("FORWARD", 3), ("BACKWARD", 3), ("LOAD", 3), ("UPDATE", 3)):
+        found = [sum(bar.verb == verb for bar in bars) for bars in (planned, measured)]
+        assert found[0] >= found[1] >= count, (verb, found)  # an update that reaches into the next step shows twice
+    (event,) = [event for event in read(tmp_path / "out" / "log.jsonl").events if event["event"] == "plan"]
+    assert event["numbers"]["seconds"] >= 0 and event["numbers"]["limiting_lane"] in LANES
+    code, printed = headrace("report", str(tmp_path / "out"))
+    text = (tmp_path / "out" / "report.html").read_text()
+    assert code == 0 and ">planned<" in text and ">measured<" in text and "the plan has" in text
 
 
 def in_a_terminal(*argv: str, then: Callable[[int, str], None] = lambda pid, seen: None) -> tuple[int, str]:

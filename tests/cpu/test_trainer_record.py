@@ -37,9 +37,8 @@ def test_each_step_has_a_line_and_logged_ones_their_loss(tmp_path: Path) -> None
         assert [line[name] for line in run.steps if name in line] == logged(made, name)
     assert [line["validation_loss"] for line in run.validations] == logged(made, "eval_loss")
     sent = made.session.memory_report()["link"]["to_host"]
-    assert sum(line["link_down"] for line in run.steps) == pytest.approx(
-        sent, rel=0.01
-    )  # updates of the last come later
+    # Updates of the last step may still be under way when its line is written.
+    assert sum(line["link_down"] for line in run.steps) == pytest.approx(sent, rel=0.01)
     assert {"placement", "kernels", "trace"} <= {event["event"] for event in run.events}
     assert [path.name for path in (tmp_path / "trace").iterdir()] == ["step-00000001.json"]
     assert "Lanes of step 1" in page("run", run, tmp_path)

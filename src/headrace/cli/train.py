@@ -57,6 +57,7 @@ def _run(config: RunConfig, console: Console, stop: Stop, watch: bool) -> bool:
     with waiting("importing torch and transformers"):
         from headrace.cli.assemble import assemble
         from headrace.cli.checkpoints import Checkpoints
+        from headrace.cli.foreseen import write_foreseen
         from headrace.cli.loop import Loop
 
     def say(text: str) -> None:
@@ -74,6 +75,8 @@ def _run(config: RunConfig, console: Console, stop: Stop, watch: bool) -> bool:
             say(_resumed(loop.step, parts.steps) if resumed else "nothing saved yet: starting fresh")
         write_file(output / "run.yaml", _as_yaml(parts.config))
         _warn_of_small_disk(config, parts.model, say)
+        if config.trace is not None:
+            write_foreseen(parts)
         stop.defer()
         log = RunRecord(Path(config.log or output / NAME), loop.log_position)
         with display_on(console, parts.steps, loop.step, log if watch else None) as display:

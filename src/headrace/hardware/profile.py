@@ -56,6 +56,12 @@ def profile_hardware(
     return _with_room(known, chosen, folder)
 
 
+def known_profile(device: torch.device, folder: str | os.PathLike[str] | None = None) -> HardwareProfile | None:
+    """What `profile_hardware` has measured before; None where it has not. Nothing is measured now."""
+    known = _kept(cache_path(device, folder))
+    return None if known is None else _with_room(known, device, folder)
+
+
 def cache_path(device: torch.device, folder: str | os.PathLike[str] | None) -> Path:
     """Where the profile of this device, driver, torch and disk folder is kept."""
     base = Path(os.environ.get(CACHE) or Path.home() / ".cache" / "headrace")

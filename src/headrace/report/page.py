@@ -186,6 +186,10 @@ def _lanes(folder: Path | None) -> dict[str, Any] | None:
             svg = Markup(lanes_svg("Lanes of one step", [*rows, ("measured", measured)]))
             step = path.stem.removeprefix("step-").lstrip("0") or "0"
             note = "One forward and backward, and the updates that the next forward hides"
+            if planned:
+                note += (
+                    f"; the plan has {max(bar.end for bar in planned):.3g} s from the end of a step to the next one's"
+                )
             return {"step": f"step {visible(step)}", "note": note, "svg": svg}
     return None
 

@@ -17,6 +17,7 @@ from headrace.spec.model import BLOCK, TILE
 
 if TYPE_CHECKING:
     from headrace.model.units import Anatomy
+    from headrace.session.session import Session
 
 
 def subject_named(model: str) -> Subject:
@@ -66,6 +67,15 @@ def _built(model: str, place: Path) -> Subject:
     return Subject(
         Path(model).name or model, anatomy.spec, _visits(anatomy), int(config.hidden_size), _attention(config),
         _active(config), positions=getattr(config, "max_position_embeddings", None),
+    )  # fmt: skip
+
+
+def subject_in(session: Session) -> Subject:
+    """The model of an open session, divided and stored as it is."""
+    config = session.model.config.get_text_config()  # type: ignore[operator, union-attr]
+    return Subject(
+        type(session.model).__name__, session.spec, _visits(session.anatomy), int(config.hidden_size),
+        _attention(config), _active(config),
     )  # fmt: skip
 
 
