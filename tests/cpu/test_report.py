@@ -170,16 +170,18 @@ def test_the_log_may_lie_elsewhere(tmp_path: Path) -> None:
 
 
 def test_bars_of_a_plan_are_those_of_one_step() -> None:
-    """What reaches over its ends is cut; what the caller does between ops is no op; written and read back."""
+    """Of three simulated steps the second, from the end of the first one's compute; what the caller does is no op."""
 
-    def ran(lane: str, verb: str, start: float, end: float) -> Ran:
-        return Ran(Op(0, verb, "weights", 0, "-", "-", lane) if verb else None, 0, lane, start, end, -1)
+    def ran(number: int, lane: str, verb: str, start: float, end: float) -> Ran:
+        return Ran(Op(0, verb, "weights", 0, "-", "-", lane) if verb else None, number, lane, start, end, -1)
 
-    line = Timeline((ran("h2d", "LOAD", 0.5, 1.5), ran("caller", "", 1.0, 2.0), ran("compute", "FORWARD", 1.5, 2.0),
-                     ran("host", "UPDATE", 2.5, 4.0), ran("h2d", "LOAD", 3.0, 3.5)))  # fmt: skip
-    bars = planned_bars(line, 1.0, 2.0)
-    wanted = [Bar("h2d", "LOAD", 0.0, 0.5), Bar("compute", "FORWARD", 0.5, 1.0), Bar("host", "UPDATE", 1.5, 2.0)]
-    assert bars == wanted
+    line = Timeline((
+        ran(1, "compute", "BACKWARD", 0.5, 1.0), ran(2, "host", "UPDATE", 1.0, 1.5), ran(3, "h2d", "LOAD", 0.75, 1.5),
+        ran(3, "caller", "", 1.0, 2.0), ran(4, "compute", "BACKWARD", 1.5, 2.0), ran(5, "host", "UPDATE", 2.0, 3.5),
+        ran(6, "compute", "FORWARD", 2.0, 3.0), ran(8, "host", "UPDATE", 4.0, 5.0),
+    ))  # fmt: skip
+    wanted = [Bar("h2d", "LOAD", 0.0, 0.5), Bar("compute", "BACKWARD", 0.5, 1.0), Bar("host", "UPDATE", 1.0, 2.5)]
+    assert planned_bars(line) == wanted
 
 
 def test_bars_are_read_from_the_beginning_of_their_step(tmp_path: Path) -> None:

@@ -103,11 +103,12 @@ def test_quick_start_in_python_trains(folder: Path, monkeypatch: pytest.MonkeyPa
 def test_commands_run(folder: Path) -> None:
     """Each `headrace` line of the README, in order: it trains, samples, resumes and shows help."""
     ours = [command for command in COMMANDS if command.startswith("headrace ")]
-    commands = {"train", "sample", "verify", "bench", "quantize", "merge", "profile", "plan"}
+    commands = {"train", "sample", "verify", "bench", "quantize", "merge", "profile", "plan", "report"}
     assert {command.split()[1] for command in ours} == commands
     printed = {command: run_command(command, folder) for command in ours}
     assert (folder / "run" / "model.safetensors").exists() or list((folder / "run").glob("*.safetensors"))
     assert (folder / "from-file" / "config.json").exists()
+    assert "20 of 20" in (folder / "run" / "report.html").read_text()
     assert "--device-memory" in printed["headrace train --help"]
     assert (folder / "my-model-nf4" / "packed.safetensors").exists()
     assert (folder / "adapted" / "adapter_model.safetensors").exists() and (folder / "merged" / "config.json").exists()
@@ -153,7 +154,7 @@ def test_pip_install_brings_the_whole_package(folder: Path) -> None:
     run_command(f"{sys.executable} -m pip install {options} .", clone)
     sources = {path.relative_to(ROOT / "src") for path in (ROOT / "src" / "headrace").rglob("*.py")}
     assert {path.relative_to(target) for path in (target / "headrace").rglob("*.py")} == sources
-    assert (target / "headrace" / "py.typed").exists()
+    assert (target / "headrace" / "py.typed").exists() and (target / "headrace" / "report" / "page.html").exists()
     assert (target / "bin" / "headrace").exists()
 
 

@@ -24,7 +24,7 @@ def write_foreseen(parts: Parts) -> None:
         return
     folder = Path(parts.config.output) / TRACES
     folder.mkdir(exist_ok=True)
-    write_file(folder / PLAN, as_trace(planned_bars(step.timeline, step.since, step.seconds)))
+    write_file(folder / PLAN, as_trace(planned_bars(step.timeline)))
     events.add("plan", "a step as it is foreseen from the profile of this machine",
                seconds=round(step.seconds, 3), limiting_lane=step.limiting, idle=round(step.idle, 3))  # fmt: skip
 

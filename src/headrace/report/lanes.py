@@ -8,12 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from headrace.plan.simulate import Timeline
+from headrace.plan.simulate import COMPUTE, Timeline
+from headrace.plan.step import STEPS
 from headrace.report.record import number
 from headrace.schedule.op import LANES
 
 PLAN = "planned.json"
 """The file beside the traces of a run that holds the step as it was planned."""
+
+PROGRAMS = ("forward", "backward", "update")
+"""Those of a simulated step, in order."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +50,16 @@ def _bar(track: str, event: dict[str, Any]) -> Bar | None:
     return Bar(track, str(event["name"]).partition(" ")[0], start / 1e6, (start + length) / 1e6)
 
 
-def planned_bars(timeline: Timeline, since: float, seconds: float) -> list[Bar]:
-    """One step of a simulation, which begins at `since` in its timeline."""
+def planned_bars(timeline: Timeline) -> list[Bar]:
+    """Forward, backward and updates of the last simulated step but one, as a trace of a step has them: from the end of
+    the compute before it, and with the updates that the next forward hides."""
+    first = len(PROGRAMS) * (STEPS - 2)
+    own = range(first, first + len(PROGRAMS))
+    since = timeline.ends(COMPUTE, range(first))
     return [
-        Bar(ran.lane, ran.op.verb, max(ran.start, since) - since, min(ran.end, since + seconds) - since)
-        for ran in timeline.ops
-        if ran.op is not None and ran.end > since and ran.start < since + seconds
+        Bar(ran.lane, ran.op.verb, max(0.0, ran.start - since), max(0.0, ran.end - since))
+        for ran in timeline.ran
+        if ran.op is not None and ran.number in own
     ]
 
 

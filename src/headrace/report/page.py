@@ -187,9 +187,10 @@ def _lanes(folder: Path | None) -> dict[str, Any] | None:
             step = path.stem.removeprefix("step-").lstrip("0") or "0"
             note = "One forward and backward, and the updates that the next forward hides"
             if planned:
-                note += (
-                    f"; the plan has {max(bar.end for bar in planned):.3g} s from the end of a step to the next one's"
-                )
+                ends = [
+                    max((bar.end for bar in bars if bar.lane == "compute"), default=0.0) for bars in (planned, measured)
+                ]
+                note += f". Its compute ends after {ends[0]:.3g} s in the plan, and after {ends[1]:.3g} s as measured"
             return {"step": f"step {visible(step)}", "note": note, "svg": svg}
     return None
 
