@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ import tiny_runs
 from cpu.test_cli_world import headrace as run
 from headrace.executor.trace import EVENT_LANES
 from headrace.hardware.used import device_used
+from headrace.report.lanes import read_bars
 from headrace.session.measuring import lane_rates
+from headrace.session.samples import Samples
 
 CLOCKS = 2e-4
 """Seconds by which a time of the host's clock and one of an event may differ."""
@@ -136,3 +139,22 @@ def test_nvml_sees_what_torch_reserves() -> None:
     own, card = device_used(torch.device("cuda"))
     assert card is not None and card >= torch.cuda.memory_reserved() >= held.nbytes
     assert own is None or own >= torch.cuda.memory_reserved()
+
+
+def test_the_option_trace_and_what_a_record_says(tmp_path: Path) -> None:
+    """Files of the first two steps, whose compute does not overlap itself; samples of memory, heat and power."""
+    model, optimizer = wide_llama(trace=2, trace_dir=tmp_path)
+    session = headrace.session(model)
+    samples = Samples(session)
+    train(model, optimizer, 4)
+    torch.cuda.synchronize()
+    taken = samples.take()
+    session.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001.json", "step-00000002.json"]
+    bars = read_bars(tmp_path / "step-00000002.json")
+    compute = sorted((bar.start, bar.end) for bar in bars if bar.lane == "compute")
+    assert len(compute) > 12 and all(first[1] <= second[0] + CLOCKS for first, second in pairwise(compute))
+    assert {"h2d", "d2h", "compute"} <= {bar.lane for bar in bars}
+    assert 0 < taken["device_bytes"] <= taken["device_peak"] and taken["link_up"] > 0 and taken["link_down"] > 0
+    if samples.sensors.gpu_celsius() is not None:  # NVML tells of this GPU
+        assert 10 < taken["gpu_celsius"] < 110 and taken["gpu_watts"] > 10

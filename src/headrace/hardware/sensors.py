@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from headrace.hardware.used import _handle
+from headrace.hardware.used import handle_of
 
 SYS = Path("/sys")
 GPU_SECONDS, HWMON_SECONDS = 1.0, 5.0
@@ -83,7 +83,7 @@ def _opened(device: torch.device) -> tuple[Any, Any]:
     except pynvml.NVMLError:
         return None, None
     with contextlib.suppress(pynvml.NVMLError):
-        return pynvml, _handle(pynvml, device)
+        return pynvml, handle_of(pynvml, device)
     with contextlib.suppress(pynvml.NVMLError):
         pynvml.nvmlShutdown()
     return None, None

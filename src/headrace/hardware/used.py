@@ -65,11 +65,11 @@ def _ask(device: torch.device, question: Callable[[Any, Any], Answer]) -> Answer
     with contextlib.suppress(pynvml.NVMLError), contextlib.ExitStack() as stack:
         pynvml.nvmlInit()
         stack.callback(pynvml.nvmlShutdown)
-        return question(pynvml, _handle(pynvml, device))
+        return question(pynvml, handle_of(pynvml, device))
     return None
 
 
-def _handle(pynvml: Any, device: torch.device) -> Any:
-    """By the card's own identity: CUDA_VISIBLE_DEVICES gives it another number than NVML has."""
+def handle_of(pynvml: Any, device: torch.device) -> Any:
+    """NVML's handle of a GPU, by its own identity: CUDA_VISIBLE_DEVICES gives it another number than NVML has."""
     properties = torch.cuda.get_device_properties(device)
     return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")
