@@ -26,6 +26,7 @@ LINES = re.findall(r"^\| \[(\w+)\.py\]\((\w+\.py)\) \| .+? \| `(.+?)` \|$", TABL
 COMMANDS = {name: command for name, _, command in LINES}
 SHORT = {
     "own_loop": "--steps 5 --lr 1e-3 --length 32 --accumulation 2",
+    "qlora": "--steps 8 --lr 2e-2 --length 32 --rank 8",
     "trainer": "--steps 4 --lr 5e-3 --length 32 --accumulation 2 --cpu",
     "from_scratch": "--steps 16 --length 24 --batch 4 --lr 1e-2",
     "larger_than_gpu": "--lr 1e-2 --length 24",
@@ -105,6 +106,24 @@ def test_own_loop(folder: Path, tmp_path: Path) -> None:
         assert found[0] == pytest.approx(sum(window) / sum(counts), abs=0.02)  # bf16 there, fp32 here
         assert held_out[-1] == pytest.approx(float(after(**last).loss), abs=0.02)
     assert held_out[-1] < held_out[0]
+
+
+def test_qlora(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The loss falls; the base's files are as they were, what is saved are its adapters, and plain peft loads them."""
+    peft = pytest.importorskip("peft")
+    before = (folder / "my-model" / "model.safetensors").read_bytes()
+    printed = run("qlora", folder, tmp_path / "out", monkeypatch, capsys)
+    losses(printed)
+    assert (folder / "my-model" / "model.safetensors").read_bytes() == before
+    base, tokenizer = loaded(folder / "my-model")
+    *_, last = runpy.run_path(str(EXAMPLES / "qlora.py"))["read_batches"](folder / "rows.jsonl", tokenizer, 2, 32)
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "out").eval()
+    with torch.no_grad():
+        ours = float(re.findall(r"held out ([\d.]+)", printed)[0])
+        assert ours == pytest.approx(float(adapted(**last).loss), abs=0.3)  # nf4 there, bf16 here
+    assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_trainer_beside_the_stock_trainer(
