@@ -127,8 +127,8 @@ class Trace:
         return len(begun) == sum(len(program.ops) for program in self.programs) and all(m.over() for m in begun)
 
     def spans(self) -> list[Span]:
-        """All ops that came to their end, each lane's in the order in which it ran them. Waits for the device while some
-        still run."""
+        """All ops that came to their end, each lane's in the order in which it ran them. Waits for the device while
+        some still run."""
         if self._base is not None and not self.over():
             torch.cuda.synchronize(self.device)
         found: list[Span] = []
