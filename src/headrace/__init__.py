@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from headrace.loss.linear_cross_entropy import causal_lm_loss, linear_cross_entropy
     from headrace.model.blocks import find_blocks
     from headrace.model.build import load_model
+    from headrace.model.measured import precision_by_error
     from headrace.model.quantised import quantize_model
     from headrace.optim.host_adamw import AdamW
     from headrace.session.session import Session
@@ -52,6 +53,7 @@ __all__ = [
     "load_model",
     "quantize_model",
     "PrecisionMap",
+    "precision_by_error",
     "profile_hardware",
     "HardwareProfile",
     "linear_cross_entropy",
@@ -85,6 +87,7 @@ _HOMES = {
     "load_model": "headrace.model.build",
     "quantize_model": "headrace.model.quantised",
     "PrecisionMap": "headrace.spec.precision",
+    "precision_by_error": "headrace.model.measured",
     "profile_hardware": "headrace.hardware.profile",
     "HardwareProfile": "headrace.spec.hardware",
     "linear_cross_entropy": "headrace.loss.linear_cross_entropy",

@@ -19,9 +19,9 @@ FOLDERS = ("src", "tests", "scripts", "demo", "examples", "benchmarks", ".ci")
 OURS = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))
 HEAVY = {"torch", "transformers", "peft", "accelerate", "numba", "numpy", "safetensors", "rich", "typer", "pydantic"}
 PUBLIC = """wrap unwrap session memory_report find_blocks accumulate offload_activations load_model quantize_model
-    PrecisionMap profile_hardware HardwareProfile linear_cross_entropy causal_lm_loss AdamW Session HeadraceError
-    OptionError ModelError OptimizerError PlanError StoreError FormatError DataError CheckpointError StepError
-    NonFiniteError ParityError __version__"""
+    PrecisionMap precision_by_error profile_hardware HardwareProfile linear_cross_entropy causal_lm_loss AdamW Session
+    HeadraceError OptionError ModelError OptimizerError PlanError StoreError FormatError DataError CheckpointError
+    StepError NonFiniteError ParityError __version__"""
 # Words that name no thing. A room or class that needs one of them has not found its noun.
 EMPTY_WORDS = re.compile(r"manager|helper|utils?$|handler|common|engine", re.IGNORECASE)
 # Open ends, and paths of one person's machine. Split, so that this file does not find itself.

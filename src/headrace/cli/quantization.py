@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from headrace.cli.config_file import ConfigError
 from headrace.cli.quantize import Request
 from headrace.cli.tokenizers import load_tokenizer
 from headrace.model.build import find_folder, load_model
+from headrace.model.measured import precision_by_error
 from headrace.model.quantised import Losses
-from headrace.spec.precision import PrecisionMap
+from headrace.spec.precision import KEPT, PrecisionMap
 
 WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 WRITTEN = ("config.json", "generation_config.json")
@@ -65,6 +67,8 @@ def _check_out(out: Path) -> None:
 
 def _quantise(request: Request, precision: PrecisionMap) -> Losses:
     source = find_folder(request.model, False, False)
+    if request.most_error is not None or request.bits is not None:
+        precision = _by_error(request, source, precision)
     model = load_model(source, dtype=request.dtype, quantize=precision)
     try:
         losses = save_quantised(model, request.out)
@@ -77,6 +81,20 @@ def _quantise(request: Request, precision: PrecisionMap) -> Losses:
     return losses
 
 
+def _by_error(request: Request, source: Path, precision: PrecisionMap) -> PrecisionMap:
+    """The map with what is kept better, after a look at every matrix."""
+    model = load_model(source, dtype=request.dtype)
+    try:
+        found = precision_by_error(model, precision, most_error=request.most_error, bits=request.bits)
+    finally:
+        model._headrace_source.close()
+    raised = Counter(codec for _, codec in found.pairs[len(precision.pairs) :])
+    text = ", ".join(f"{count} {f'as {codec}' if codec != KEPT else 'in their own format'}"
+                     for codec, count in sorted(raised.items(), reverse=True))  # fmt: skip
+    print(f"kept better, by measured error: {text or 'no matrix'}")
+    return found
+
+
 def _told(request: Request, losses: Losses) -> Iterator[str]:
     if request.report:
         width = max(len(name) for name in losses.errors)
@@ -87,10 +105,15 @@ def _told(request: Request, losses: Losses) -> Iterator[str]:
     worst = max(losses.errors, key=lambda name: losses.errors[name])
     size = sum(os.path.getsize(path) for path in request.out.glob("*.safetensors"))
     yield (
-        f"{len(losses.errors)} matrices: {format_bytes(losses.before)} before, {format_bytes(losses.after)} after, "
+        f"{_counted(losses)}: {format_bytes(losses.before)} before, {format_bytes(losses.after)} after, "
         f"worst relative error {losses.errors[worst]:.4f} ({worst})"
     )
     yield f"{request.out}: {format_bytes(size)} of weights; open it with headrace.load_model({str(request.out)!r})"
+
+
+def _counted(losses: Losses) -> str:
+    counts = Counter(codec for codec, _, _ in losses.weights.values())
+    return f"{len(losses.errors)} matrices ({', '.join(f'{count} as {codec}' for codec, count in counts.items())})"
 
 
 # -- perplexity -------------------------------------------------------------------------------------------------------

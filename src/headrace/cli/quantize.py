@@ -21,6 +21,8 @@ class Request:
     keep_first: int
     keep_last: int
     overrides: tuple[str, ...]
+    most_error: float | None
+    bits: float | None
     report: bool
     text: Path | None
     sequence_length: int
@@ -44,6 +46,14 @@ def quantize(
         list[str] | None,
         typer.Option("--override", metavar="PATTERN=CODEC", help="Another codec, or bf16 for none, for weights whose "
                      "name matches; may be repeated, the last one that matches counts.", show_default=False),
+    ] = None,
+    most_error: Annotated[
+        float | None, typer.Option("--most-error", metavar="X", help="Keep matrices whose relative error is larger, as "
+                                   "0.09, in int8 or in their format.")
+    ] = None,
+    bits: Annotated[
+        float | None, typer.Option("--bits", metavar="N", help="Keep those that lose most in int8 or in their format, "
+                                   "as far as the blocks' matrices take N bits a weight in all.")
     ] = None,
     report: Annotated[bool, typer.Option("--report", help="Print bytes and error of every weight.")] = False,
     text: Annotated[
@@ -73,7 +83,8 @@ def quantize(
 
         run(
             Request(
-                model, out, codec, keep_first, keep_last, tuple(override or ()), report, text, sequence_length,
+                model, out, codec, keep_first, keep_last, tuple(override or ()), most_error, bits,
+                report, text, sequence_length,
                 most_tokens, device, dtype,
             )
         )  # fmt: skip
