@@ -10,9 +10,11 @@ from torch import Tensor
 
 from headrace.executor.inputs import SavedInput
 from headrace.model.anchor import Anchor
-from headrace.schedule.build import Visit
+from headrace.model.surroundings import written_between
+from headrace.schedule.build import ROWS, Visit
 from headrace.spec.layout import Layout
 from headrace.spec.model import ModelSpec
+from headrace.store.regions import Regions
 
 
 @dataclass(eq=False)
@@ -32,10 +34,25 @@ class Pass:
     """Argument tensors of earlier visits: what several blocks share is kept on the device once."""
     micro_batches: int = 1
     """Calls that meet at each of its visits."""
+    writes: list[int] = field(default_factory=list)
+    """For each visit `Regions.writes` of its unit then."""
     updates: int = 0
     """`Stream.updates` when it began: its backward needs the same weights."""
     anchors: list[Anchor] = field(default_factory=list)
     """Those of its visits."""
+
+    def enter(self, visit: Visit, regions: Regions) -> None:
+        """The next visit of its forward."""
+        self.visits.append(visit)
+        self.writes.append(regions.writes[visit.unit])
+
+    def again(self, number: int, regions: Regions) -> Visit:
+        """The visit whose backward begins. Raises StepError when its unit's weights are no longer what they were; the
+        gradient of an embedding does not depend on them."""
+        visit = self.visits[number]
+        if visit.kind != ROWS and self.writes[number] != regions.writes[visit.unit]:
+            raise written_between(regions.spec.units[visit.unit].name)
+        return visit
 
     def begins(self, unit: int, kind: str) -> bool:
         """Whether such a visit is the first that it expects."""

@@ -180,7 +180,7 @@ class Stream:
         `training`: the model was called with gradients on; `grad`: this visit will have a backward."""
         walk = self._arrive(unit, kind, training)
         assert self._pass is not None
-        self._pass.visits.append(Visit(unit, kind, grad))
+        self._pass.enter(Visit(unit, kind, grad), self.regions)
         if grad:
             self._live.add(self._pass)
         try:
@@ -253,8 +253,8 @@ class Stream:
     def backward(self, pass_: Pass, number: int) -> Iterator[Tensor]:
         """The backward of visit `number` of a pass: its weights (flat uint8) inside."""
         walk = self._arrive_backward(pass_, number)
-        visit = pass_.visits[number]
         try:
+            visit = pass_.again(number, self.regions)
             op = walk.reach()
             weights, _, self.grad_place = op.place.partition(">")
             yield self._region(weights, visit.unit, visit.kind)

@@ -92,6 +92,12 @@ class PositionalFile:
             with self._idle:
                 self.bytes_written += data.nbytes
 
+    def stamp(self) -> tuple[int, int]:
+        """Its size in bytes, and when it was last written (ns): others than before when somebody has written to it."""
+        with self._in_use():
+            status = os.fstat(self._fd)
+        return status.st_size, status.st_mtime_ns
+
     def sync(self) -> None:
         """Wait until everything written is on the disk."""
         with self._in_use():

@@ -10,6 +10,7 @@ import difflib
 import hashlib
 import os
 import re
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ _SCALES = re.compile(
     r"(weight_scale(_inv|_2)?|(input|output|[qkv])_scale|_scale_inv|scales|absmax|quant_map|quant_state\..*|qweight"
     r"|qzeros|zero_point|g_idx|SCB|weight_format|weight_packed|weight_shape|_blocks)$"
 )
+_BUILDING = threading.Lock()
+"""Libraries patch torch for the whole process while a model is built empty: two at a time would leave it patched."""
 _DOWNLOAD = ["*.safetensors", "*.safetensors.index.json", "*.json"]
 
 
@@ -207,7 +210,7 @@ def _build_empty(config: Any, trust_remote_code: bool, implementations: Mapping[
     remote = trust_remote_code and causal.__name__ in (getattr(config, "auto_map", None) or {})
     named = next((name for name in config.architectures or [] if hasattr(transformers, name)), None)
     options = {"dtype": config.dtype, **implementations}
-    with initialization.no_init_weights(), init_empty_weights(include_buffers=False):
+    with _BUILDING, initialization.no_init_weights(), init_empty_weights(include_buffers=False):
         if remote or type(config) in causal._model_mapping:
             return causal.from_config(config, trust_remote_code=trust_remote_code, **options)
         if named is not None:

@@ -139,7 +139,8 @@ def _classes() -> tuple[Any, Any]:
             if args or kwargs or self.disable_adapters or self.merged or len(active) != 1:
                 return super().forward(x, *args, **kwargs)
             a, b = self.lora_A[active[0]], self.lora_B[active[0]]
-            if not (_bare(a) and _bare(b) and self.cast_input_dtype_enabled):
+            bare = _bare(a) and _bare(b) and active[0] not in self.lora_variant  # it may have come after wrapping
+            if not (bare and self.cast_input_dtype_enabled and type(self.lora_dropout[active[0]]) is nn.Identity):
                 return super().forward(x)
             if torch.is_autocast_enabled(x.device.type):
                 if x.dtype != torch.get_autocast_dtype(x.device.type):

@@ -115,8 +115,8 @@ class FolderSource:
         """Close the files."""
         self._reader.close()
 
-    def __deepcopy__(self, memo: Any) -> FolderSource:
-        return self  # files are not copied: a copy of the model shares them
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copied model carries its values and needs no source: wrapping it would close the files of the original."""
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a pickled model carries its values and needs no source

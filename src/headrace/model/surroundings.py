@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import operator
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from headrace.base.errors import StepError
 from headrace.model.numpy_state import NumpyState, numpy_state
 
 
@@ -111,8 +113,9 @@ class Buffers:
     """What a module keeps between calls: its buffers, and plain attributes (tensors, numbers, text, None). A forward
     that changes them is run twice, but must change them once, and must find the same values both times."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, shared: Sequence[nn.Parameter] = ()) -> None:
+        """`shared`: parameters that it uses and that stay where they are."""
+        self.module, self.shared = module, shared
         self.change = False
         """A forward was seen to change some."""
         self._parts = list(module.modules())
@@ -132,6 +135,11 @@ class Buffers:
             self._parts = list(self.module.modules())
             self._children = self._below()
         return self._parts
+
+    @property
+    def adapted(self) -> list[nn.Module]:
+        """Those that are layers of peft."""
+        return [part for part in self.parts if hasattr(type(part), "active_adapters")]
 
     def _found(self) -> list[Any]:
         """The value of each of `_keys`, also what is not kept."""
@@ -191,32 +199,70 @@ class Surroundings:
     random: RandomState
     modes: list[bool]
     """`training` of each module."""
+    adapters: list[tuple[Any, ...]]
+    """ADAPTERS of each layer of peft."""
+    versions: list[int]
+    """Of the parameters that stay where they are: how often they had been written."""
     kept: Values | None
     """What the block keeps between calls; None where its forward does not change it."""
 
     @classmethod
     def now(cls, device: torch.device, buffers: Buffers) -> Surroundings:
         modes = [part.training for part in buffers.parts]
-        return cls(RandomState.now(device), modes, buffers.values())
+        adapters = [tuple(map(copy.copy, _adapters(part))) for part in buffers.adapted]
+        return cls(RandomState.now(device), modes, adapters, _versions(buffers.shared), buffers.values())
 
     @contextlib.contextmanager
     def again(self, device: torch.device, buffers: Buffers) -> Iterator[None]:
-        """Inside all is as that run found it. Random state is not put back afterwards."""
-        parts = buffers.parts
-        before = [part.training for part in parts]
+        """Inside all is as that run found it. Random state is not put back afterwards. Raises StepError where a weight
+        is not."""
+        if _versions(buffers.shared) != self.versions:
+            raise written_between(f"a {type(buffers.module).__name__}")
+        parts, adapted = buffers.parts, buffers.adapted
+        before, adapters = [part.training for part in parts], [_adapters(part) for part in adapted]
         self.random.restore(device)
         try:
             _set_modes(parts, self.modes)
+            _set_adapters(adapted, self.adapters)
             with buffers.as_of(self.kept):
                 yield
         finally:
             _set_modes(parts, before)
+            _set_adapters(adapted, adapters)
+
+
+def written_between(owner: str) -> StepError:
+    """What is said when a weight of `owner` was written between forward and backward."""
+    return StepError(
+        f"a weight of {owner} was written between its forward and its backward",
+        "its gradients need the weights of the forward", "Write before the forward, or after the backward",
+    )  # fmt: skip
+
+
+def _versions(parameters: Iterable[Tensor]) -> list[int]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return [parameter._version for parameter in parameters]
 
 
 def _set_modes(parts: Iterable[nn.Module], modes: Iterable[bool]) -> None:
     for part, training in zip(parts, modes, strict=True):
         if part.training != training:
             part.training = training
+
+
+ADAPTERS = ("_active_adapter", "_disable_adapters", "scaling")
+"""Attributes by which a layer of peft chooses what it computes. They may be switched between forward and backward."""
+
+
+def _adapters(part: nn.Module) -> tuple[Any, ...]:
+    return tuple(getattr(part, name, None) for name in ADAPTERS)
+
+
+def _set_adapters(parts: Iterable[nn.Module], values: Iterable[tuple[Any, ...]]) -> None:
+    for part, given in zip(parts, values, strict=True):
+        for name, present, value in zip(ADAPTERS, _adapters(part), given, strict=True):
+            if present is not value and present != value:
+                setattr(part, name, value)
 
 
 def _collector() -> Any:

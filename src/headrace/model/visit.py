@@ -53,7 +53,7 @@ class Block:
     row_plans: dict[Any, rows.RowPlan | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.buffers = Buffers(self.module)
+        self.buffers = Buffers(self.module, self.shared)
 
     @property
     def trained(self) -> list[nn.Parameter]:

@@ -91,6 +91,7 @@ class Values:
         value = value.detach()
         for unit, index, entry in self.pieces(name):
             self.wait(unit.index)
+            self._regions.writes[unit.index] += 1
             part = _rows(value, entry)
             if entry.dtype == "bfloat16" and entry.trainable and part.dtype != torch.bfloat16:
                 hi, low = torch.empty(entry.numel, dtype=torch.bfloat16), torch.empty(entry.numel, dtype=torch.int16)

@@ -38,9 +38,11 @@ class FileWeights:
         self._pieces = dict(pieces)
         self._changed: dict[tuple[int, int], Tensor] = {}
         self._files: dict[Path, PositionalFile] = {}
+        self._stamps: dict[Path, tuple[int, int]] = {}
         for piece in (piece for found in self._pieces.values() for piece in found):
             if piece.path not in self._files:
-                self._files[piece.path] = _open(piece.path)
+                file = self._files[piece.path] = _open(piece.path)
+                self._stamps[piece.path] = file.stamp()
 
     def __contains__(self, unit: int) -> bool:
         return unit in self._pieces
@@ -53,7 +55,10 @@ class FileWeights:
         return ((start, data) for (owner, start), data in self._changed.items() if owner == unit)
 
     def read(self, unit: int, out: Tensor, offset: int) -> None:
-        """Fill `out` (contiguous, CPU) with the bytes of a unit's region from `offset` on; padding stays as it is."""
+        """Fill `out` (contiguous, CPU) with the bytes of a unit's region from `offset` on; padding stays as it is.
+
+        Raises StoreError when a file was written to since it was opened here.
+        """
         into = out.detach().view(-1).view(torch.uint8)
         for piece in self._pieces[unit]:
             first, last = max(piece.start, offset), min(piece.start + piece.nbytes, offset + into.numel())
@@ -62,7 +67,10 @@ class FileWeights:
             target, skip = into[first - offset : last - offset], first - piece.start
             data = self._changed.get((unit, piece.start))
             if data is None:
-                self._files[piece.path].read(piece.offset + skip, target)
+                file = self._files[piece.path]
+                file.read(piece.offset + skip, target)
+                if file.stamp() != self._stamps[piece.path]:
+                    raise _changed(piece.path, self._stamps[piece.path], file.stamp())
             else:
                 target.copy_(data[skip : skip + last - first])
 
@@ -82,6 +90,13 @@ class FileWeights:
         for file in self._files.values():
             file.close()
         self._changed.clear()
+
+
+def _changed(path: Path, then: tuple[int, int], now: tuple[int, int]) -> StoreError:
+    return StoreError(
+        f"{path} was written to while frozen weights are read from it", f"{then[0]} bytes then, {now[0]} now",
+        "Restore the file, load the model again and go on from the last checkpoint; save other models elsewhere",
+    )  # fmt: skip
 
 
 def _open(path: Path) -> PositionalFile:

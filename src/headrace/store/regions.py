@@ -5,6 +5,7 @@ A region is a flat uint8 tensor; `typed` gives a unit's tensors as views of one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -79,6 +80,8 @@ class Regions:
         self.files = FileWeights({u: found for u, found in pieces.items() if placement.home(u) == DISK})
         """Weights on disk that are the model's own files."""
         self._computing: dict[tuple[int, int], tuple[list[Tensor], list[Callable[[], None]]]] = {}
+        self.writes: Counter[int] = Counter()
+        """Times that a unit's weights were written from outside, since they were opened."""
         self.places: dict[str, Tensor] = {}
         """Slots s0.., host stages h0.., gradient slots g0.., places of updates on the device d0.., arrival stages a0..,
         update stages u0.., rows of an embedding e0.., logs of guesses l0.., the fp32 buffer `total`, decoded weights
@@ -115,7 +118,7 @@ class Regions:
                 if tier == DISK:
                     self._extents[index, region] = disk
                     disk += round_up(nbytes)
-                elif nbytes:
+                elif nbytes or region == "weights":
                     parts = device_parts if tier == DEVICE else host_parts
                     parts.append((_keeper(self._homes, (index, region)), nbytes))
             if self.placement.weights[index] == DEVICE and home != DEVICE:

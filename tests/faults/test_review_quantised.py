@@ -1,0 +1,89 @@
+"""Faults found by reviewing quantised bases and weights that lie in files: each test names what was wrong."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import headrace
+import tiny_checkpoints as tiny
+from against_plain import adamw, assert_equal, batch, hf_loss, weights
+from headrace import StoreError, load_model
+from quantised_models import every
+
+
+def opened(model: Any) -> tuple[Any, Any]:
+    """Its frozen weights are read from its own files; the last norm is trained."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name == "model.norm.weight")
+    placement = {"weights": "disk", "state": "host"}
+    return headrace.wrap(model, adamw(model), device="cpu", window=1, debug=True, placement=placement)
+
+
+@pytest.mark.parametrize("quantize", [None, every("int8")], ids=["plain", "quantised"])
+def test_wrapping_a_copy_closed_the_files_of_the_loaded_model(quantize: Any, tmp_path: Path) -> None:
+    source = tiny.save(tiny.build("llama"), tmp_path / "model")
+    model = load_model(source, quantize=quantize)
+    before = weights(model)
+    twin = copy.deepcopy(model)
+    for parameter in twin.parameters():
+        parameter.requires_grad_(parameter.dim() < 2)
+    twin, driver = headrace.wrap(twin, adamw(twin), device="cpu", placement={"weights": "host"})
+    with headrace.session(twin):
+        assert_equal(weights(twin), before)
+        assert_equal(weights(model), before)
+        hf_loss(twin, batch(2, 5, 0, 99)).backward()
+        driver.step()
+        twin.zero_grad()
+    assert_equal(weights(model), before)
+
+
+def test_a_file_written_to_under_a_session_gave_other_weights(tmp_path: Path) -> None:
+    """Whoever overwrites a model's file in place, with as many bytes, is named; who puts another file in its place, as
+    `save_pretrained` does, changes nothing for the open session."""
+    source = tiny.save(tiny.build("llama"), tmp_path / "model")
+    model, driver = opened(load_model(source))
+    with headrace.session(model):
+        model.save_pretrained(source)
+        hf_loss(model, batch(2, 5, 0, 99)).backward()
+        driver.step()
+        driver.zero_grad()
+    model, driver = opened(load_model(source))
+    with headrace.session(model):
+        hf_loss(model, batch(2, 5, 0, 99)).backward()
+        driver.step()
+        driver.zero_grad()
+        for path in source.glob("*.safetensors"):
+            stat = path.stat()
+            with path.open("r+b") as file:
+                file.seek(-1, os.SEEK_END)
+                file.write(b"\x55")
+            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))  # coarse clocks may not have moved on
+        with pytest.raises(StoreError, match="was written to while frozen weights are read from it"):
+            hf_loss(model, batch(2, 5, 1, 99))
+
+
+def test_two_models_loaded_at_a_time_left_torch_building_on_meta(tmp_path: Path) -> None:
+    source = tiny.save(tiny.build("llama"), tmp_path / "model")
+    wanted, failures = weights(load_model(source)), list[BaseException]()
+
+    def load() -> None:
+        try:
+            for _ in range(5):
+                assert_equal(weights(load_model(source)), wanted)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=load) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert torch.nn.Linear(2, 2).weight.device.type == "cpu"
