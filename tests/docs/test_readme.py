@@ -100,6 +100,7 @@ def test_quick_start_in_python_trains(folder: Path, monkeypatch: pytest.MonkeyPa
     assert after < before
 
 
+@pytest.mark.timeout(900)  # all of them, one after the other, on a machine that may do more
 def test_commands_run(folder: Path) -> None:
     """Each `headrace` line of the README, in order: it trains, samples, resumes and shows help."""
     ours = [command for command in COMMANDS if command.startswith("headrace ")]

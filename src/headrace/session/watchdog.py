@@ -11,7 +11,7 @@ from headrace.base.events import EventLog
 
 SLOW = 1.5
 """A step that takes so many times the usual is told."""
-SHORTEST = 0.05
+SHORTEST = 0.5
 """Seconds more than usual that are worth an event."""
 STEPS = 8
 """Steps after which it is known what is usual: the first ones compile, and read what is not cached yet."""
