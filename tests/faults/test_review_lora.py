@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import headrace
 from adapted import ALL, all_adapters, lora, loss_of, plain_loss_of
 from against_plain import (
     Block,
@@ -149,3 +150,17 @@ def test_a_weight_written_between_forward_and_backward_went_unnoticed(what: str,
         assert_close(adapter_gradients(ours), adapter_gradients(plain))
         driver.step()
         assert all(torch.isfinite(value).all() for value in weights(ours).values())
+
+
+def test_the_guard_checked_nothing_of_blocks_that_train_only_norms() -> None:
+    """What it checks streams, without adapters too, and an event says so."""
+    model = llama(3)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layernorm" in name)
+    with side_by_side(model, adamw, guard_every=1) as both:
+        for step in range(2):
+            both.step(loss_of(step))
+        session = headrace.session(both.ours)
+        assert session.guard is not None
+        assert session.guard.checks
+        assert [event for event in session.events if "guard_every checks what blocks own" in str(event)]

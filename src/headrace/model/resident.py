@@ -54,19 +54,23 @@ def adapters(model: nn.Module) -> dict[int, str]:
 
 def find(
     model: nn.Module, stacks: Sequence[Stack], groups: Collection[int], state: StateSpec, budget: int | None,
-    events: EventLog,
+    guarded: bool, events: EventLog,
 ) -> Resident:  # fmt: skip
-    """Choose them. `groups`: ids of trained parameters; `budget`: bytes of device memory, None without a limit.
+    """Choose them. `groups`: ids of trained parameters; `budget`: bytes of device memory, None without a limit;
+    `guarded`: gradients of what blocks own are to be checked.
 
     A block gives up what it trains when that is adapters, and beside them no more than SMALL of its elements: nothing
     of it is then sent anywhere, and its backward only loads it. All blocks do so, or, where BUDGET_SHARE of the
-    budget does not hold what they train, none.
+    budget does not hold what they train, or where it is to be checked, none.
     """
     known = adapters(model)
     blocks = list(dict.fromkeys(block for stack in stacks for block in stack.blocks))
     chosen = [p for block in blocks for p in _trained_beside_frozen(block, groups, known)]
     chosen = list({id(p): p for p in chosen}.values())
     if not chosen:
+        return Resident(adapters=known)
+    if guarded:
+        events.add("resident", "guard_every checks what blocks own: what frozen blocks train streams with them")
         return Resident(adapters=known)
     elements = sum(p.numel() for p in chosen)
     moments = len(state.moments) * itemsize(state.moment_dtype)

@@ -189,11 +189,7 @@ def _anatomy(
     if wide and any(p.dtype == NARROW for p in model.parameters()):
         text = f"{device} does not compute in bf16: bf16 weights stream and are saved in bf16, and compute in fp32; "
         events.add("precision", text + "those that stay on the device, and gradients, are fp32")
-    if options.guard_every and adapters:
-        chosen = resident.Resident(adapters=adapters)
-        events.add("resident", "guard_every checks what blocks own: adapters stream with their blocks")
-    else:
-        chosen = resident.find(model, stacks, groups, state, budgets.device, events)
+    chosen = resident.find(model, stacks, groups, state, budgets.device, bool(options.guard_every), events)
     codecs = codecs_for(model, stacks, options, groups)
     return divide(model, stacks, groups, state, narrow, events, wide, chosen, codecs)
 
