@@ -20,6 +20,10 @@ from cpu.test_load_memory import LiveBytes
 from faults.test_reports_adapters import EXPERTS
 from faults.test_reports_families import build
 from headrace.checkpoint.merge import merge
+from headrace.checkpoint.packed import save_quantised
+from headrace.model.build import load_model
+from headrace.model.quantised import codec_of
+from quantised_models import decoded, every, round_trip
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore::FutureWarning:transformers")
@@ -112,6 +116,53 @@ def test_tied_heads(kind: str, tmp_path: Path) -> None:
         torch.testing.assert_close(again(ids).logits, adapted(input_ids=ids).logits, rtol=0, atol=2e-5)
 
 
+def packed(folder: Path, model: Any, codec: str, **options: Any) -> tuple[Any, Path, Path]:
+    """A packed base in a folder, an adapter trained on what it decodes to, and the adapted model in memory."""
+    adapted, _, adapter = saved(folder, decoded(model, codec, all_of_them=True), **options)
+    model.save_pretrained(folder / "whole")
+    word_tokenizer().save_pretrained(folder / "whole")
+    save_quantised(load_model(folder / "whole", quantize=every(codec)), folder / "packed")
+    word_tokenizer().save_pretrained(folder / "packed")
+    return adapted, folder / "packed", adapter
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "embedding and head", "a saved MLP"])
+def test_a_packed_base_is_merged_as_it_decodes(kind: str, tmp_path: Path) -> None:
+    adapted, base, adapter = packed(tmp_path, llama(2), "nf4", **KINDS[kind])
+    code, printed = headrace("merge", str(base), str(adapter), str(tmp_path / "out"), "--dtype", "auto")
+    assert code == 0, printed
+    told = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in told
+    found = state(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto"))
+    assert_equal(found, state(adapted.merge_and_unload()))
+
+
+@pytest.mark.parametrize("codec", [None, "int8"])
+@pytest.mark.parametrize("kind", ["neither", "the head", "saved and tied"])
+def test_tied_heads_of_a_packed_base(kind: str, codec: str | None, tmp_path: Path) -> None:
+    """Ordinary, or packed once more, which opens without decoding: merged values, of the matrices what int8 leaves."""
+    options, tied = TIES[kind]
+    adapted, base, adapter = packed(tmp_path, llama(2, tie_word_embeddings=True), "nf4+double", **options)
+    again = ("--codec", codec) if codec else ()
+    code, printed = headrace("merge", str(base), str(adapter), str(tmp_path / "out"), "--dtype", "float32", *again)
+    assert code == 0, printed
+    assert ("were one weight" in printed) != tied
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is tied
+    opened = load_model(tmp_path / "out")
+    found = {name: p.detach().plain() for name, p in opened.named_parameters()}
+    assert ("lm_head.weight" in found) != tied
+    embedding = adapted.get_input_embeddings().weight.detach().clone()
+    whole = state(adapted.merge_and_unload())
+    if kind == "the head":  # in one tensor, peft changes both
+        whole["model.embed_tokens.weight"] = embedding
+    packs = {name: codec_of(p) for name, p in opened.named_parameters() if codec_of(p)}
+    assert set(packs.values()) == ({codec} if codec else set())
+    assert len(packs) == (10 if codec else 0)  # those of 7 in each of two blocks that are large enough
+    for name, value in found.items():
+        torch.testing.assert_close(value, round_trip(packs[name], whole[name]) if name in packs else whole[name],
+                                   rtol=0, atol=0)  # fmt: skip
+
+
 def test_memory_is_that_of_a_layer(tmp_path: Path) -> None:
     """Not that of the model: what torch allocates beside the adapter is a few tensors."""
     model = llama(12, hidden_size=128, intermediate_size=512)
@@ -138,9 +189,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path)
     code, printed = headrace("merge", str(base), str(base), str(out))
     assert code == 1 and "holds no adapter" in printed
     assert not out.exists()
-    assert headrace("quantize", str(base), str(tmp_path / "packed"), "--codec", "int8")[0] == 0
-    code, printed = headrace("merge", str(tmp_path / "packed"), str(adapter), str(out))
-    assert code == 1 and "is quantised" in printed and not out.exists()
+    code, printed = headrace("merge", str(base), str(adapter), str(out), "--codec", "nf5")
+    assert code == 1 and "'nf5' is not a codec" in printed and not out.exists()
     out.mkdir()
     (out / "config.json").write_text("{}")
     code, printed = headrace("merge", str(base), str(adapter), str(out))

@@ -5,6 +5,9 @@ of the result hold. A layer's weights are read when their turn comes, merged by 
 
 [Note: Ties] An embedding and a head that are one weight stay one when the adapter changes both alike, or neither. Where
 their merged values differ, each is stored, and the configuration says that they are not tied.
+
+A packed base is decoded, tensor by tensor: its adapter was trained on what it decodes to. The result is an ordinary
+folder, or a packed one where a codec is asked for.
 """
 
 from __future__ import annotations
@@ -12,29 +15,35 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from headrace.base.errors import ModelError
+from headrace.base.events import EventLog
 from headrace.checkpoint.export import save_pretrained
+from headrace.checkpoint.packed import save_quantised
 from headrace.files.safetensors import TensorReader
 from headrace.model.build import load_model
-from headrace.model.parked import Home, WeightValue, is_parked
-from headrace.model.quantised import PackedHome
+from headrace.model.parked import Home, WeightValue, is_parked, park, placeholder
+from headrace.model.quantised import mark, unmark
+from headrace.spec.precision import PrecisionMap, as_map
 
 WEIGHTS = "adapter_model.safetensors"
 
 
 def merge(
     base: str, adapter: Path, out: Path, dtype: torch.dtype | None, say: Callable[[str], None],
-    max_shard_bytes: float = 5e9,
+    max_shard_bytes: float = 5e9, codec: str | PrecisionMap | None = None,
 ) -> None:  # fmt: skip
     """Write the merged model to `out`. `dtype`: of the result; None: of the base's files, in which peft merges.
+    `codec`: by which the merged matrices of the blocks are packed.
 
-    Raises ModelError when the adapter is missing or of another base, or the base is packed; nothing is written then.
+    Raises ModelError when the adapter is missing or of another base, OptionError for a codec that cannot be used;
+    nothing is written then.
     """
+    precision = None if codec is None else as_map(codec)
     if not (adapter / WEIGHTS).is_file():
         raise ModelError(f"{adapter} holds no adapter", f"{WEIGHTS} is missing", "Name a folder that peft has saved")
     values = _Merged(_adapted(base, adapter))
@@ -43,8 +52,36 @@ def merge(
         if not torch.equal(values.read(target), values.read(origin)):
             _untie(result, target)
             say(f"{target} and {origin} were one weight; the adapter makes them differ: both are stored")
-    save_pretrained(result, out, values.read, max_shard_bytes=max_shard_bytes)
+    if precision is None:
+        save_pretrained(result, out, values.read, max_shard_bytes=max_shard_bytes)
+    else:
+        _save_packed(result, out, values, precision, max_shard_bytes)
     say(f"{len(values.changed)} layers merged")
+
+
+def _save_packed(
+    result: nn.Module, out: Path, values: _Merged, precision: PrecisionMap, max_shard_bytes: float
+) -> None:
+    for name, parameter in result.named_parameters():
+        unmark(parameter)
+        park(parameter, _Value(name, values), name)
+    mark(result, precision, EventLog())
+    save_quantised(result, out, max_shard_bytes)
+
+
+class _Value:
+    """The home of a weight of the result. See model.parked.Home."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, name: str, values: _Merged) -> None:
+        self._name, self._values = name, values
+
+    def read(self, parameter: nn.Parameter) -> Tensor:
+        return self._values.read(self._name).to(parameter.dtype)
+
+    def write(self, parameter: nn.Parameter, value: Tensor) -> NoReturn:
+        raise ModelError(f"{self._name} cannot be changed", "it is being merged", "Change the merged model")
 
 
 class _Changed:
@@ -133,8 +170,7 @@ def _untie(model: nn.Module, target: str) -> None:
     owner = model.get_submodule(path)
     one = owner._parameters[leaf]
     assert one is not None
-    own = torch.empty(one.shape, dtype=one.dtype, device="meta")
-    owner._parameters[leaf] = nn.Parameter(own, requires_grad=False)
+    owner._parameters[leaf] = nn.Parameter(placeholder(one.shape, one.dtype), requires_grad=False)
 
 
 def _adapted(base: str, adapter: Path) -> nn.Module:
@@ -142,9 +178,6 @@ def _adapted(base: str, adapter: Path) -> nn.Module:
     import peft
 
     plain = load_model(base)
-    packed = sum(isinstance(getattr(p, "_headrace_home", None), PackedHome) for p in plain.parameters())
-    if packed:
-        raise ModelError(f"{base} is quantised", f"{packed} weights are packed", "Merge into the original model")
     for parameter in plain.parameters():
         if is_parked(parameter):
             parameter._headrace_home = _Changed(parameter._headrace_home)

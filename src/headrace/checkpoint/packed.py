@@ -17,6 +17,7 @@ from headrace.files.safetensors import ShardWriter, TensorSpec
 from headrace.model.packed_files import STEM, SUFFIX, PackedWeight, manifest
 from headrace.model.parked import WeightValue
 from headrace.model.quantised import Losses, codec_of, entry_of, packed_home
+from headrace.model.source import SourceHome
 from headrace.spec.codecs import codec_named
 from headrace.spec.layout import Entry
 
@@ -73,7 +74,8 @@ def _packed(parameter: Any, entry: Entry) -> tuple[Tensor, float]:
     home = packed_home(parameter)
     if home is not None:
         return home.packed, home.error
-    value = parameter._headrace_home.original(parameter)
+    home = parameter._headrace_home
+    value = home.original(parameter) if isinstance(home, SourceHome) else home.read(parameter)
     packed = pack(entry, value)
     return packed, error_of(entry, value, packed)
 

@@ -20,9 +20,17 @@ def merge(
         Literal["bfloat16", "float32", "auto"],
         typer.Option("--dtype", help="Type of the merged weights; auto: that of BASE."),
     ] = "bfloat16",
+    codec: Annotated[
+        str | None,
+        typer.Option(
+            "--codec",
+            help="Pack the matrices of the blocks once more: nf4, int8, fp8, ... (see headrace quantize).",
+            show_default=False,
+        ),
+    ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Merge an adapter into its base: what plain transformers loads, in the memory of one layer."""
+    """Merge an adapter into its base, packed or not: what plain transformers loads, in the memory of one layer."""
     with told(debug):
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise OptionError(f"{out} is no empty folder", "the merged model would be mixed with it", "Name another")
@@ -41,7 +49,7 @@ def merge(
         def say(text: str) -> None:
             console.print(text, markup=False, soft_wrap=True)
 
-        run(base, adapter, out, None if dtype == "auto" else getattr(torch, dtype), say)
+        run(base, adapter, out, None if dtype == "auto" else getattr(torch, dtype), say, codec=codec)
         own = any((adapter / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
         load_tokenizer(str(adapter if own else base), "Save the tokenizer beside the adapter").save_pretrained(out)
         say(f"merged model in {out}")
