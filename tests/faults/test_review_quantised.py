@@ -13,8 +13,8 @@ import torch
 
 import headrace
 import tiny_checkpoints as tiny
-from against_plain import adamw, assert_equal, batch, hf_loss, weights
-from headrace import StoreError, load_model
+from against_plain import adamw, assert_equal, batch, hf_loss, llama, toy, toy_loss, weights
+from headrace import ModelError, StoreError, load_model
 from quantised_models import every
 
 
@@ -87,3 +87,34 @@ def test_two_models_loaded_at_a_time_left_torch_building_on_meta(tmp_path: Path)
         thread.join()
     assert not failures
     assert torch.nn.Linear(2, 2).weight.device.type == "cpu"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_a_quantised_model_that_was_cast_kept_the_format_of_its_matrices(dtype: torch.dtype) -> None:
+    """All of it has the new format, as it is and wrapped; a format that no codec takes is refused."""
+    model = headrace.quantize_model(llama(2), every("int8"))
+    if dtype == torch.float64:
+        with pytest.raises(ModelError, match=r"was given another format.*Use float32"):
+            model.to(dtype)
+        return
+    model = model.to(dtype)
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    plain = llama(2).to(dtype)
+    plain.load_state_dict(model.state_dict())
+    ids = batch(2, 5, 0, 257)
+    with torch.no_grad():
+        expected = plain(input_ids=ids).logits
+        assert torch.equal(model(input_ids=ids).logits, expected)
+        model.model.norm.weight.requires_grad_(dtype == torch.bfloat16)
+        if dtype == torch.bfloat16:
+            model, _ = headrace.wrap(model, adamw(model), device="cpu", placement={"weights": "host"})
+            with headrace.session(model):
+                assert torch.equal(model(input_ids=ids).logits + 0, expected)
+
+
+def test_a_norm_whose_takeover_another_library_removed_stopped_the_unwrap() -> None:
+    model = toy()
+    wrapped, _ = headrace.wrap(model, adamw(model), device="cpu", placement={"weights": "host"})
+    del model.norm.forward
+    headrace.unwrap(wrapped)
+    toy_loss(model, batch()).backward()

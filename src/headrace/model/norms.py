@@ -54,7 +54,7 @@ class TakenNorm:
         return _Norm.apply(self, Autocast.now(x.device), x, *self.module.parameters())  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
-        del self.module.forward
+        self.module.__dict__.pop("forward", None)
 
     def parts(self, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
         """Tensors of tokens (..., features), cut into the same few pieces."""

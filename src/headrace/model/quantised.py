@@ -173,6 +173,12 @@ class PackedHome:
             raise ModelError(f"{self.entry.name} was given another shape",
                              f"{tuple(value.shape)}, not {self.entry.shape}",
                              "Resize the model before quantising it")  # fmt: skip
+        if value.dtype != parameter.dtype:  # `model.to(torch.bfloat16)` and the like
+            if value.dtype not in FLOATS:
+                raise ModelError(f"{self.entry.name} was given another format", f"{value.dtype}",
+                                 "Use float32, bfloat16 or float16")  # fmt: skip
+            self.entry = replace(self.entry, dtype=str(value.dtype).removeprefix("torch."))
+            park(parameter, self, self.entry.name, value.dtype)
         self.packed = pack(self.entry, value)
         self.error = error_of(self.entry, value, self.packed)
 
