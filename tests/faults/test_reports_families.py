@@ -226,8 +226,8 @@ def test_buffers_of_a_model_built_without_memory(kind: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("width", [48, 128])
 def test_fused_experts_are_planned_with_their_real_bytes(width: int, tmp_path: Path) -> None:
-    """Report 44: the largest part of the model escaped, and the plan did not fit. Storing the base in 4 bits comes
-    later; until then every byte of 16-bit experts is in the plan."""
+    """Report 44: the largest part of the model escaped, and the plan did not fit. Every byte of 16-bit
+    experts is in the plan (of quantised ones: test_reports_quantised.py)."""
     model = build("Qwen3Moe", torch.bfloat16, **MOE, hidden_size=width, num_experts=8)
     experts = sum(p.nbytes for name, p in model.named_parameters() if "experts" in name)
     layers = sum(p.nbytes for p in model.model.layers.parameters())
