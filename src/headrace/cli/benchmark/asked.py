@@ -122,6 +122,9 @@ def _options(request: Request, problems: list[str]) -> dict[str, Any]:
         else:
             options[name] = _placement(value, problems) if name == "placement" else value
     problems += [f"{where}: {text}" for where, text in given.problems]
+    codec = options.get("quantize")
+    if isinstance(codec, dict) and codec.keys() == {"codec"}:
+        options["quantize"] = codec["codec"]  # of the precision map's fields this one alone
     try:
         option_room.check(options)
     except OptionError as error:
