@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 import typer
+from pydantic import BaseModel
 from rich.console import Console
 
 from cpu.test_cli_world import headrace
 from headrace import __version__
 from headrace.cli.config import FLAGS, RunConfig
 from headrace.cli.config_lora import Lora
+from headrace.cli.config_quantize import Quantize
 from headrace.cli.main import app
 from headrace.cli.progress import Display
 from headrace.cli.rates import rate_factor
@@ -162,11 +164,13 @@ def test_list_shows_every_option_with_type_default_and_meaning() -> None:
         name + "*" * (name in FLAGS) for name in RunConfig.model_fields
     ]
     assert all(block[1].startswith("    ") and block[1].endswith(".") for block in blocks)
-    inner = {block[0].split("  ")[0]: block[2:] for block in blocks if len(block) > 2}
-    assert inner.keys() == {"lora"}
-    names = [line.split()[0] for line in inner["lora"][::2]]
-    assert names == [f"lora.{name}" for name in Lora.model_fields]
-    assert all(line.startswith("        ") and line.endswith(".") for line in inner["lora"][1::2])
+    inner = {block[0].split("  ")[0].rstrip("*"): block[2:] for block in blocks if len(block) > 2}
+    sections: dict[str, type[BaseModel]] = {"lora": Lora, "quantize": Quantize}
+    assert inner.keys() == sections.keys()
+    for section, fields in sections.items():
+        names = [line.split()[0] for line in inner[section][::2]]
+        assert names == [f"{section}.{name}" for name in fields.model_fields]
+        assert all(line.startswith("        ") and line.endswith(".") for line in inner[section][1::2])
     heads = [block[0] for block in blocks]
     for head in (
         "lr*  (number at least 0; default 1e-05)",
@@ -242,7 +246,7 @@ def test_pipe_gets_plain_lines_first_and_last_and_not_more_than_one_a_second(
 
 def test_options_of_the_file_are_frozen() -> None:
     """An option more is a decision, not an accident."""
-    assert len(RunConfig.model_fields) == 43 and len(Lora.model_fields) == 9
+    assert len(RunConfig.model_fields) == 45 and len(Lora.model_fields) == 9
 
 
 def test_full_disk_is_one_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
