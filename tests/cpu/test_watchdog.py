@@ -74,8 +74,8 @@ def test_what_becomes_usual_is_not_told_for_ever() -> None:
 
 
 def test_a_session_tells_it_of_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With limits under which every step is slow, the third and later ones are told, each with a lane that works."""
-    for name, value in (("STEPS", 2), ("SLOW", 0.0), ("SHORTEST", -1e9), ("SHARE", -1e9)):
+    """With limits under which every step is slow, steps are told, with a lane that works where one explains it."""
+    for name, value in (("STEPS", 2), ("SLOW", 0.0), ("SHORTEST", -1e9), ("SHARE", 0.0)):
         monkeypatch.setattr(watchdog, name, value)
     options = {"placement": {"weights": "disk", "state": "disk"}, "disk_dir": tmp_path}
     with streamed(llama(3), adamw, **options) as (model, optimizer):
@@ -85,5 +85,5 @@ def test_a_session_tells_it_of_each_step(tmp_path: Path, monkeypatch: pytest.Mon
             optimizer.zero_grad()
         told = [event for event in headrace.session(model).events if event.kind == "slow"]
         lanes = headrace.session(model)._executor.seconds()
-    assert len(told) >= 2 and all(event.numbers.get("lane", "read") in lanes for event in told)
+    assert told and all(event.numbers.get("lane", "read") in lanes for event in told)
     assert {"read", "state", "host"} <= lanes.keys() and lanes["state"] > 0
