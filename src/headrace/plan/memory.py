@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from headrace.plan.subject import Subject, Work, features_out
 from headrace.spec.footprint import Footprint, footprint
 from headrace.spec.formats import itemsize
@@ -12,25 +10,8 @@ from headrace.spec.model import BLOCK
 from headrace.spec.placement import Placement
 
 
-@dataclass(frozen=True)
-class Peaks:
+class Peaks(Footprint):
     """Bytes by what they are for. The device's are those that the driver counts for the process."""
-
-    device: dict[str, int]
-    host: dict[str, int]
-    disk: dict[str, int]
-
-    @property
-    def device_bytes(self) -> int:
-        return sum(self.device.values())
-
-    @property
-    def host_bytes(self) -> int:
-        return sum(self.host.values())
-
-    @property
-    def disk_bytes(self) -> int:
-        return sum(self.disk.values())
 
 
 def peaks(
