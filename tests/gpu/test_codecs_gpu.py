@@ -108,5 +108,5 @@ def test_decoding_never_waits_and_allocates_nothing(text: str) -> None:
         decode(codec_named(text), packed, out)
         assert not stream.query(), "decode waited for the GPU"
     stream.synchronize()
-    assert torch.equal(out, expected)
     assert torch.cuda.max_memory_allocated() == before
+    assert torch.equal(out, expected)

@@ -196,7 +196,7 @@ def test_what_is_stored_what_crosses_the_link_and_what_computes() -> None:
         session.wait()
         before = session.memory_report()["link"]
         hf_loss(ours, batch(3, 9, vocabulary=257)).backward()
-        session.wait()
+        session._executor.wait(*(f"grads:u{unit.index}" for unit in session.spec.units))
         after = session.memory_report()["link"]
         moved = sum(p.numel() for part in (plain.model.layers, plain.lm_head) for p in part.parameters())
         up, down = (after[key] - before[key] for key in ("to_device", "to_host"))

@@ -160,6 +160,7 @@ class Window:
 
     def _run_joint(self) -> None:
         """Visits for all that wait: one for those at the same place and in the same modes, others in their order."""
+        _free_workspaces()
         groups: dict[tuple[Any, _ThreadState], list[int]] = {}
         for number, (key, _, _) in sorted(self._waiting.items()):
             groups.setdefault(key, []).append(number)

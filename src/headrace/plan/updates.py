@@ -13,11 +13,11 @@ from headrace.spec.placement import DEVICE, HOST, Placement
 
 PIECE = 1 << 23
 """Elements that pass the device at a time: with fp32 moments 32 MiB of each, which the link carries at full speed."""
-DEVICE_COST = 1.5
-"""Time of an update that passes the device, relative to one on the host at the same time: 0.37 to 0.42 and 0.25 to 0.30
+DEVICE_COST = 1.65
+"""Time of an update that passes the device, relative to one on the host at the same time: 0.50 to 0.61 and 0.32 to 0.34
 ns an element on machines with 16 cores and a PCIe 5 link, whose memory both share."""
 
-LOG_SHARE = 0.3
+LOG_SHARE = 0.55
 """Bytes of logs for each parameter of the model: with clipping a step holds 14 and this."""
 
 

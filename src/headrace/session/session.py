@@ -28,6 +28,7 @@ from headrace.plan.place import Budgets
 from headrace.plan.summary import counted
 from headrace.schedule import build
 from headrace.schedule.op import Program
+from headrace.session.collections import Collections
 from headrace.session.gradients import Gradients
 from headrace.session.guessing import Guessing
 from headrace.session.measuring import recorded
@@ -79,6 +80,7 @@ class Session:
         """Bytes that may be used, by tier."""
         self._tracing = Tracing(self)
         self._watchdog = Watchdog(events, self._executor.seconds)
+        self._collections = Collections(events)
         self._trial = Trial(budgets.device, stream.sink, stream.regions, events, sends=options.placement == "auto")
         if options.check_memory:
             stream.trial = self._trial
@@ -170,6 +172,7 @@ class Session:
         if not self.options.overlap:
             self._settled(self._executor.check)
         self._watchdog.step(self.steps)
+        self._collections.step(self.steps)
         self._tracing.step_over()
 
     def _queue_updates(self) -> None:
@@ -377,6 +380,7 @@ class Session:
             with contextlib.suppress(BaseException):
                 self._rest.settle()
         self._tracing.close()
+        self._collections.close()
         self.closed = True
         self._executor.close()
         for undo in reversed(self._undo):
