@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import Tensor
 
 import headrace
 from against_plain import llama
-from headrace import OptimizerError, OptionError
+from headrace import OptimizerError, OptionError, StepError
 from headrace.hardware import limits
 from headrace.integrations.trainer_arguments import SAME_UPDATE, STREAMED_OPTIMIZERS
 from headrace.integrations.transformers import HeadraceTrainer, StreamedTraining
@@ -31,6 +32,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "lion": ({"optim": "lion_32bit"}, "optim='lion_32bit'", "'adamw_torch' or 'sgd'"),
     "free schedule": ({"optim": "schedule_free_sgd"}, "optim='schedule_free_sgd'", "'sgd'"),
     "compile modes": ({"torch_compile_mode": "max-autotune"}, "torch_compile_mode='max-autotune'", "leave both out"),
+    "paged activations": (
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"offload": True}},
+        "'offload': True", "'inputs'",
+    ),
     "optimizer arguments": ({"optim_args": "betas=0.5"}, "optim_args has no effect", "adam_beta1"),
 }  # fmt: skip
 
@@ -117,16 +122,15 @@ def test_recompute_is_not_switched_on_behind_the_users_back(tmp_path: Path) -> N
     with pytest.raises(OptionError, match="drop one of the two"):
         trainer(HeadraceTrainer, llama(2), tmp_path, gradient_checkpointing=True, options={"recompute": False})
     counts = {}
-    for name, options, changes in (
-        ("kept", {"recompute": False}, {}), ("recomputed", {}, {"gradient_checkpointing": True}),
-    ):  # fmt: skip
+    flags = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    for name, options, changes in (("kept", {"recompute": False}, {}), ("recomputed", {}, flags)):
         made = trainer(HeadraceTrainer, llama(2), tmp_path, options=options, max_steps=1, **changes)
         calls: list[int] = []
         made.model.model.layers[0].mlp.register_forward_hook(lambda *given, calls=calls: calls.append(1))
         made.train()
         counts[name] = len(calls)
         told = [str(event) for event in made.session.events if event.kind == "recompute"]
-        assert bool(told) == (name == "recomputed")
+        assert any("use_reentrant=True has no effect" in text for text in told) == (name == "recomputed") == bool(told)
         made.session.close()
     assert counts == {"kept": 3, "recomputed": 6}  # three micro-batches
 
@@ -217,6 +221,74 @@ def test_a_wrapped_model_that_does_something_else_is_refused(tmp_path: Path) -> 
     text = str(caught.value)
     assert "max_grad_norm=0.25" in text and "say 1.0" in text
     assert "came too late" in text and "optimizers=(optimizer, None)" in text
+
+
+class Scaled(transformers.Trainer):
+    """A Trainer of the user's own."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        return 2 * super().training_step(*args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        raise AssertionError
+
+
+def test_methods_that_would_not_be_called_are_named(tmp_path: Path) -> None:
+    """Below StreamedTraining they are lost; above it they count."""
+    below = type("Below", (StreamedTraining, Scaled), {})
+    with pytest.raises(OptionError, match=r"Scaled\._load_best_model, Scaled\.training_step would never be called"):
+        trainer(below, llama(2), tmp_path)
+    made = trainer(type("Above", (Scaled, HeadraceTrainer), {}), llama(2), tmp_path, max_steps=1)
+    plain = trainer(Scaled, llama(2), tmp_path, max_steps=1)
+    for each in (made, plain):
+        each.train()
+    assert logged(made, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-5)
+
+
+class Tighter(transformers.TrainerCallback):
+    """Clips harder from the fourth step on, and not at all from the sixth."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        args.max_grad_norm = {3: 0.02, 5: 0.0}.get(state.global_step, args.max_grad_norm)
+
+
+@pytest.mark.parametrize("on_nonfinite", ["skip", "stop"])
+@pytest.mark.parametrize("first", [0.0, 1.0])
+def test_arguments_that_change_after_the_trainer_was_made(first: float, on_nonfinite: str, tmp_path: Path) -> None:
+    """The plain Trainer reads them when it needs them."""
+    made = []
+    for cls in (transformers.Trainer, HeadraceTrainer):
+        each = trainer(cls, llama(2), tmp_path, {"on_nonfinite": on_nonfinite}, max_grad_norm=first)
+        each.args.max_grad_norm, each.args.gradient_accumulation_steps, each.args.learning_rate = 0.3, 2, 5e-3
+        each.add_callback(Tighter())
+        each.train()
+        made.append(each)
+    assert_same_run(made[1], made[0])
+
+
+def test_clipping_that_comes_when_updates_no_longer_wait_is_refused(tmp_path: Path) -> None:
+    made = trainer(HeadraceTrainer, llama(2), tmp_path, {"on_nonfinite": "stop"}, max_grad_norm=0.0, max_steps=2)
+    made.train()
+    made.args.max_grad_norm = 0.5
+    with pytest.raises(StepError, match=r"max_grad_norm=0\.5 was asked for"):
+        made.train()
+
+
+def test_an_optimizer_that_is_replaced_after_the_model_was_wrapped_is_refused(tmp_path: Path) -> None:
+    """It would train placeholders. Unwrapped, the model is wrapped again, with the new one."""
+    made, plain = (trainer(cls, llama(2), tmp_path, max_steps=2) for cls in (HeadraceTrainer, transformers.Trainer))
+    for each in (made, plain):
+        each.train()
+        before = each.optimizer
+        each.optimizer = torch.optim.SGD(each.model.parameters(), lr=0.1)
+        if each is made:
+            with pytest.raises(OptionError, match="has another optimizer"):
+                each.train()
+            each.optimizer = before
+            headrace.unwrap(each.model)
+            each.optimizer = torch.optim.SGD(each.model.parameters(), lr=0.1)
+        each.train()
+    assert_same_run(made, plain)
 
 
 def test_defaults_of_transformers_are_accepted(tmp_path: Path) -> None:

@@ -44,18 +44,30 @@ def run(cls: type, model: Any, folder: Path, options: dict[str, Any] | None = No
     return made
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_supervised_fine_tuning(family: str, tmp_path: Path) -> None:
-    """Completions only, windows of three, evaluation in between; a router loss counts as trl counts it."""
+RUNS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("llama", {}), ("mixtral", {}), ("mixtral", {"router_aux_loss_coef": 0.2}),
+    ("mixtral", {"router_aux_loss_coef": 0.0}), ("mixtral", {"label_smoothing_factor": 0.1}),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("family, changes", RUNS, ids=str)
+@pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated in `SFTTrainer`")
+def test_supervised_fine_tuning(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Completions only, windows of three, evaluation in between; a router loss counts as trl counts it: by the
+    arguments' coefficient, the mean over the window, and not beside smoothed labels."""
     from headrace.integrations.trl import HeadraceSFTTrainer
 
     build = {"llama": lambda: llama(3), "mixtral": mixtral}[family]
-    theirs = run(trl.SFTTrainer, build(), tmp_path / "plain")
-    ours = run(HeadraceSFTTrainer, build(), tmp_path / "ours", HOST)
-    assert_same_logs(ours, theirs, ("loss", "grad_norm", "learning_rate", "eval_loss"))
+    theirs = run(trl.SFTTrainer, build(), tmp_path / "plain", **changes)
+    ours = run(HeadraceSFTTrainer, build(), tmp_path / "ours", HOST, **changes)
+    names = ("loss", "grad_norm", "learning_rate", "eval_loss", "num_tokens", "eval_num_tokens")
+    routed = ("aux_loss", "eval_aux_loss") if theirs.aux_loss_enabled else ()
+    assert_same_logs(ours, theirs, names + routed)
     assert_close(weights(ours.model), weights(theirs.model), 1e-6)
     assert ours.session.steps == 4
     assert not any(event.kind == "logits" for event in ours.session.events)
+    told = [str(event) for event in ours.session.events if event.kind == "log"]
+    assert told == ["[log] no entropy and no mean_token_accuracy: they need the probability of every token"]
     weight_bytes = sum(unit.weights.nbytes for unit in ours.session.spec.units)
     assert logged(ours, "link_bytes_to_device")[0] <= 2.1 * weight_bytes  # the first step, before an evaluation
 

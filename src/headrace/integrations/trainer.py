@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from headrace.base.errors import OptionError
 from headrace.executor.window import accumulate
 from headrace.integrations import trainer_checkpoint as checkpoint
-from headrace.integrations.trainer_arguments import Setup, check_model, differences, set_up
+from headrace.integrations.trainer_arguments import Setup, check_model, differences, read_late, set_up
 from headrace.integrations.trainer_log import GradNorm, Meter, logits_as_tensors, tell_placement
 from headrace.integrations.trainer_loss import StreamedLabelSmoother
 from headrace.integrations.trainer_record import RunRecorder
 from headrace.report.record import TRACES
+from headrace.session.measuring import clip
 from headrace.session.session import Session
 from headrace.session.wrap import wrap
 
@@ -32,6 +33,13 @@ if TYPE_CHECKING:
     _Base = Trainer
 else:
     _Base = object
+
+
+REPLACED = frozenset({
+    "training_step", "_clip_grad_norm", "_get_grad_norm", "_move_model_to_device", "_wrap_model",
+    "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler", "_load_from_checkpoint", "_load_best_model",
+})  # fmt: skip
+"""Methods of transformers' Trainer that do something else for a streamed model, and do not always call super()."""
 
 
 class StreamedTraining(_Base):
@@ -46,6 +54,9 @@ class StreamedTraining(_Base):
     is taken, not after the clipping.
     """
 
+    _covered: frozenset[str] = frozenset()
+    """Those of REPLACED that a derived class makes up for, where the Trainer it is mixed into overrides them."""
+
     def __init__(
         self, model: Any = None, args: Any = None, *others: Any, headrace: Mapping[str, Any] | None = None, **named: Any
     ) -> None:
@@ -59,8 +70,9 @@ class StreamedTraining(_Base):
         if smoother is not None:
             self.label_smoother = StreamedLabelSmoother(smoother, lambda: self.model)  # type: ignore[assignment]
         self.add_callback(RunRecorder())
-        if _session_of(self.model) is not None:
-            self._adopt()
+        adopted = _session_of(self.model)
+        if adopted is not None:
+            self._adopt(adopted)
 
     # -- opening ------------------------------------------------------------------------------------------------------
 
@@ -73,6 +85,7 @@ class StreamedTraining(_Base):
 
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer knows its arguments and its model, and has used neither: the moment to refuse."""
+        self._refuse_overrides()
         self._setup: Setup = set_up(self.args, self.model, self._given, self._own_optimizer)
         if self._was_compiled:
             text = "the model came compiled as a whole: its blocks are compiled one by one (compile=True) instead"
@@ -88,6 +101,21 @@ class StreamedTraining(_Base):
                 "accelerate's own configuration turns on FSDP or DeepSpeed",
                 "one GPU streams the whole model",
                 "Start with python, or take them out of accelerate's configuration",
+            )
+
+    def _refuse_overrides(self) -> None:
+        """What a class after this one in the order of resolution does in these methods would never happen."""
+        later = type(self).__mro__[type(self).__mro__.index(StreamedTraining) + 1 :]
+        lost = []
+        for name in REPLACED.difference(self._covered):
+            owner = next((cls for cls in later if name in vars(cls)), object)
+            if owner.__module__ not in ("builtins", "transformers.trainer"):
+                lost.append(f"{owner.__name__}.{name}")
+        if lost:
+            raise OptionError(
+                f"{', '.join(sorted(lost))} would never be called",
+                f"{type(self).__name__} has StreamedTraining before it, which does that for a streamed model",
+                "Override it in a class derived from HeadraceTrainer or StreamedTraining, and call super() there",
             )
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
@@ -107,12 +135,19 @@ class StreamedTraining(_Base):
     def _open(self) -> nn.Module:
         """The model, wrapped."""
         model: Any = self.model
-        if _session_of(model) is not None:
+        session = _session_of(model)
+        if session is not None:
+            if self.optimizer not in (None, session.optimizer):
+                raise OptionError(
+                    "the Trainer has another optimizer than the model's session",
+                    "the session updates the weights with the optimizer that it was opened with",
+                    "Call headrace.unwrap(trainer.model) before the optimizer is replaced; the Trainer wraps it again",
+                )
             return model  # type: ignore[no-any-return]
         if self.optimizer is None:
             self.create_optimizer()
         places = {"trace_dir": Path(str(self.args.output_dir)) / TRACES} if "trace" in self._setup.options else {}
-        wrapped, _ = wrap(model, self.optimizer, **{**places, **self._setup.options})
+        wrapped, _ = wrap(model, self.optimizer, **{**places, **self._setup.options, **read_late(self.args)})
         session = _session_of(model)
         assert session is not None
         for kind, text in self._setup.notes:
@@ -142,10 +177,9 @@ class StreamedTraining(_Base):
         else:
             session.events.add(kind, text)
 
-    def _adopt(self) -> None:
+    def _adopt(self, session: Session) -> None:
         """The model came wrapped: its session must do what the arguments say, and its optimizer must be given, for it
         decides rates and decay instead of the arguments."""
-        session = self.session
         faults = [f"headrace={{{name!r}: ...}} came too late" for name in self._given]
         faults += differences(session, self.args)
         if self.optimizer is not session.optimizer:
@@ -194,6 +228,7 @@ class StreamedTraining(_Base):
         if len(self._window) < self.current_gradient_accumulation_steps:
             return torch.zeros((), device=self.args.device)
         window, self._window = self._window, []
+        clip(self.session, self.args.max_grad_norm or None)  # as the arguments are by now
         model.train()
         window = [self._prepare_inputs(inputs) for inputs in window]
         assert self._meter is not None

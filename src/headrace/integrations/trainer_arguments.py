@@ -27,6 +27,7 @@ DECIDED = {
     "seed": "seed",
 }
 """Options of wrap that TrainingArguments decide, and by what."""
+_PAGED = "use headrace={'placement': {'inputs': 'host'}}"
 
 
 @dataclass
@@ -67,18 +68,23 @@ def set_up(args: Any, model: nn.Module | None, given: Mapping[str, Any], own_opt
         autocast = False
         text = f"{args.device} does not compute in bf16: linear weights are stored in bf16, and compute in fp32"
         notes.append(("precision", text))
-    options = {**given, "device": str(args.device), "max_grad_norm": args.max_grad_norm or None}
+    options = {**given, "device": str(args.device), **read_late(args)}
     if args.mixed_precision == "bf16":
         options["autocast"] = "bfloat16"  # without autocast around it, weights are widened where they are used
     if args.torch_compile:
         options["compile"] = True
-    if options["max_grad_norm"] is None and given.get("on_nonfinite") == "stop":
-        options["accumulation"] = args.gradient_accumulation_steps  # declared, so blocks update inside the backward
     name = optimizer_name(args)
     if own_optimizer or name not in SAME_UPDATE:
         return Setup(options, autocast, notes)
     notes.append(("optimizer", f"optim={name!r} is AdamW with fp32 state: 'adamw_torch' stands in for it"))
     return Setup(options, autocast, notes, "adamw_torch")
+
+
+def read_late(args: Any) -> dict[str, Any]:
+    """Options of wrap from arguments that a Trainer reads when it trains, and that may change until then.
+
+    The accumulation is declared, so that blocks may update inside the backward."""
+    return {"max_grad_norm": args.max_grad_norm or None, "accumulation": args.gradient_accumulation_steps}
 
 
 def check_model(args: Any, model: nn.Module) -> None:
@@ -139,7 +145,9 @@ def refused(args: Any, given: Mapping[str, Any]) -> Iterator[str]:
     if args.torch_compile and given.get("compile") is False:
         yield "torch_compile=True beside headrace={'compile': False}: drop one of the two"
     if getattr(args, "activation_offloading", False):
-        yield "activation_offloading=True: use headrace={'placement': {'inputs': 'host'}}"
+        yield f"activation_offloading=True: {_PAGED}"
+    if checkpointing(args) and _checkpointing_options(args).get("offload"):
+        yield f"activation_checkpointing_kwargs={{'offload': True}}: {_PAGED}"
     if checkpointing(args) and given.get("recompute") is False:
         yield "activation_checkpointing=True beside headrace={'recompute': False}: drop one of the two"
 
@@ -188,12 +196,16 @@ def checkpointing(args: Any) -> bool:
     return bool(getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing)
 
 
+def _checkpointing_options(args: Any) -> dict[str, Any]:
+    given = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs
+    return dict(given or {})
+
+
 def _notes(args: Any) -> Iterator[tuple[str, str]]:
     if checkpointing(args):
-        yield (
-            "recompute",
-            "activation_checkpointing is left to Headrace, which recomputes every block",
-        )
+        text = "activation_checkpointing is left to Headrace, which recomputes every block"
+        unused = ", ".join(f"{name}={value!r}" for name, value in _checkpointing_options(args).items())
+        yield "recompute", f"{text}; {unused} has no effect" if unused else text
     if args.torch_compile:
         yield "compile", "torch_compile=True: blocks are compiled one by one (compile=True), not the whole model"
     if args.n_gpu > 1:

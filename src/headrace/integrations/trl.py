@@ -16,8 +16,13 @@ class HeadraceSFTTrainer(StreamedTraining, trl.SFTTrainer):  # type: ignore[misc
     """trl.SFTTrainer with a streamed model: its data preparation and arguments, and `headrace={...}`.
 
     The loss is the model's own, through the streamed head; trl's head reads the whole weight at once. So the logs have
-    no entropy and no mean_token_accuracy.
+    no entropy and no mean_token_accuracy, which an event tells.
     """
+
+    _covered = frozenset({"training_step"})
+    """trl's pages activations, which is refused by name."""
+    _total_train_tokens: Any
+    """Read by trl; a tensor where the step has not been waited for."""
 
     def __init__(self, model: Any, args: Any = None, *others: Any, **named: Any) -> None:
         if getattr(args, "loss_type", "nll") != "nll":
@@ -27,6 +32,12 @@ class HeadraceSFTTrainer(StreamedTraining, trl.SFTTrainer):  # type: ignore[misc
                 "Use loss_type='nll'",
             )
         super().__init__(model, args, *others, **named)
+        self._note("log", "no entropy and no mean_token_accuracy: they need the probability of every token")
+        if self.aux_loss_enabled:
+            own: Any = self.model
+            for module in own.modules():  # trl tells the configuration only, which most models have read by now
+                if hasattr(module, "router_aux_loss_coef"):
+                    module.router_aux_loss_coef = self.router_aux_loss_coef
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -39,8 +50,25 @@ class HeadraceSFTTrainer(StreamedTraining, trl.SFTTrainer):  # type: ignore[misc
             self, model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
         )
         loss, outputs = result
-        if self.aux_loss_enabled and num_items_in_batch is not None and model.training:
+        by_model = self.compute_loss_func is None and self.label_smoother is None
+        if self.aux_loss_enabled and by_model and num_items_in_batch is not None and model.training:
             # the model adds the whole router loss of each micro-batch, trl their mean over the window
             rest = 1 - 1 / self.current_gradient_accumulation_steps
             loss = loss - self.router_aux_loss_coef * rest * outputs.aux_loss
+        self._count("train" if model.training else "eval", inputs, outputs)
         return (loss, outputs) if return_outputs else loss
+
+    def _count(self, mode: str, inputs: Any, outputs: Any) -> None:
+        """What trl logs beside the loss, as far as it does not need every token's probability."""
+        if mode == "train":
+            counted = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["input_ids"].numel()
+            self._total_train_tokens = self._total_train_tokens + counted
+        self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
+        if self.aux_loss_enabled:
+            self._metrics[mode]["aux_loss"].append(outputs.aux_loss.detach())
+
+    def log(self, logs: dict[str, float], *others: Any, **named: Any) -> None:
+        """The counts are read when they are logged, so that no step waits for them."""
+        for values in (values for by_name in self._metrics.values() for values in by_name.values()):
+            values[:] = [value.item() if isinstance(value, Tensor) else value for value in values]
+        super().log(logs, *others, **named)

@@ -60,6 +60,8 @@ def new_trace(session: Session) -> Trace:
 def clip(session: Session, max_grad_norm: float | None) -> None:
     """Clip the steps from the next one on to another norm; None: not at all. Raises StepError in a session whose
     updates run inside the backward, before there is a norm."""
+    if max_grad_norm == session._actions.max_grad_norm:
+        return
     if max_grad_norm is not None and session.options.updates_at_once:
         raise StepError("this session updates inside the backward, before there is a norm to clip to",
                         f"max_grad_norm={max_grad_norm} was asked for",
