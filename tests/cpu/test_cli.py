@@ -19,7 +19,7 @@ from rich.console import Console
 
 from cpu.test_cli_world import headrace
 from headrace import __version__
-from headrace.cli.config import FLAGS, RunConfig
+from headrace.cli.config import FLAGS, Placement, RunConfig
 from headrace.cli.config_lora import Lora
 from headrace.cli.config_quantize import Quantize
 from headrace.cli.main import app
@@ -165,7 +165,7 @@ def test_list_shows_every_option_with_type_default_and_meaning() -> None:
     ]
     assert all(block[1].startswith("    ") and block[1].endswith(".") for block in blocks)
     inner = {block[0].split("  ")[0].rstrip("*"): block[2:] for block in blocks if len(block) > 2}
-    sections: dict[str, type[BaseModel]] = {"lora": Lora, "quantize": Quantize}
+    sections: dict[str, type[BaseModel]] = {"lora": Lora, "placement": Placement, "quantize": Quantize}
     assert inner.keys() == sections.keys()
     for section, fields in sections.items():
         names = [line.split()[0] for line in inner[section][::2]]
@@ -178,12 +178,15 @@ def test_list_shows_every_option_with_type_default_and_meaning() -> None:
         "max_grad_norm  (number above 0 | null; default 1.0)",
         "steps*  (whole number at least 1; no default)",
         "betas  ([number at least 0 below 1, number at least 0 below 1]; default [0.9, 0.999])",
-        "placement  (auto | {weights: TIER, state: TIER}; default auto)",
+        "placement  (auto | {weights: TIER, state: TIER, ...}; default auto)",
         "keep  (whole number at least 1; default 2)",
         "resume*  (true | false; default false)",
     ):
         assert head in heads
-    assert "--list" in headrace("train", "--help")[1]
+    code, helped = headrace("train", "--help")
+    told = re.search(r"by --set \(--list says more\): ([\w, ]+)\.", re.sub(r"\s+", " ", helped))
+    assert code == 0 and told is not None
+    assert told[1].split(", ") == [name for name in RunConfig.model_fields if name not in FLAGS]
 
 
 def test_debug_shows_the_traceback() -> None:
@@ -246,7 +249,7 @@ def test_pipe_gets_plain_lines_first_and_last_and_not_more_than_one_a_second(
 
 def test_options_of_the_file_are_frozen() -> None:
     """An option more is a decision, not an accident."""
-    assert len(RunConfig.model_fields) == 45 and len(Lora.model_fields) == 9
+    assert len(RunConfig.model_fields) == 52 and len(Lora.model_fields) == 9
 
 
 def test_full_disk_is_one_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import fields
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,15 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import headrace as headrace_package
 from cpu.test_cli_world import arguments, headrace, log_of, save_data, save_model, steps_of, weights_of
 from cpu.test_data_samples import write_jsonl
+from headrace.cli import assemble
 from headrace.cli.config import RunConfig
 from headrace.data.encode import Encoder
 from headrace.data.prepare import Shape, prepare
 from headrace.data.sampler import Sampler
+from headrace.session.options import Options
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +77,59 @@ def test_training_equals_a_plain_loop(world: tuple[Path, Path], tmp_path: Path) 
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("the cat")["input_ids"] == [29, 30]
     assert "step 6/6  loss" in printed
     assert "disk placement: 0 B written" in printed
+
+
+ELSEWHERE = {
+    "verbose": "every event is printed and recorded", "trace_dir": "OUTPUT/trace", "lr": "the run makes the optimizer",
+    "quantize": "load_model has it", "prefer": "quantize.prefer", "debug": "for tests: freed slots read NaN",
+}  # fmt: skip
+"""Options of wrap that are no options of a run, and why."""
+REACHED: dict[str, Any] = {
+    "device": "cpu", "device_memory": 1 << 30, "host_memory": 2 << 30, "disk_dir": "spill", "window": 2, "rows": 2,
+    "placement": {"weights": {0: "disk", "*": "host"}, "state": "host", "inputs": "host"}, "recompute": False,
+    "accumulation": 2, "max_grad_norm": 0.7, "moments": "bfloat16", "overlap": False, "update": "host", "threads": 1,
+    "on_nonfinite": "stop", "seed": 3, "check_memory": False, "autocast": "bfloat16", "attention": "math",
+    "compile": True, "guard_every": 2, "blocks": ("model.layers",), "trace": 1,
+}  # fmt: skip
+
+
+def test_every_option_of_wrap_is_one_of_a_run(
+    world: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them reaches wrap from the file as it stands there; what is left out has the same default in both."""
+    asked: list[dict[str, Any]] = []
+
+    def looked_at(model: Any, optimizer: Any, **options: Any) -> Any:
+        asked.append(options)
+        raise headrace_package.PlanError("looked at", "the options", "Stop")
+
+    monkeypatch.setattr(assemble, "wrap", looked_at)
+    given = {**REACHED, "disk_dir": str(tmp_path / "spill"), "blocks": ["model.layers"]}
+    file = tmp_path / "run.yaml"
+    own = {"model": str(world[0]), "data": str(world[1]), "output": str(tmp_path / "out"), "dtype": "float32"}
+    file.write_text(yaml.safe_dump({**own, **given}))
+    code, printed = headrace("train", "--config", str(file))
+    assert code == 1 and "looked at" in printed, printed
+    options = asked.pop()
+    assert {name: options[name] for name in REACHED} == {**REACHED, "disk_dir": given["disk_dir"]}
+    assert {*REACHED, *ELSEWHERE} == {field.name for field in fields(Options)}
+    file.write_text(yaml.safe_dump(own))
+    headrace("train", "--config", str(file))
+    decided = {"accumulation": 1, "max_grad_norm": 1.0, "seed": 0, "trace_dir": tmp_path / "out" / "trace"}
+    assert asked.pop() == {name: decided.get(name, getattr(Options(), name)) for name in options}
+
+
+def test_autocast_trains_as_a_plain_loop_under_autocast(world: tuple[Path, Path], tmp_path: Path) -> None:
+    """An fp32 model, its matrices streamed in 16 bits: the first loss is plain autocast's, not that of fp32."""
+    code, printed = headrace(*arguments(*world, tmp_path / "out", autocast="bfloat16"))
+    assert code == 0, printed
+    losses = [line["loss"] for line in steps_of(tmp_path / "out" / "log.jsonl")]
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):  # a cache would keep the weights of step 1
+        _, expected = plain_training(*world, tmp_path)
+    _, wide = plain_training(*world, tmp_path)
+    assert losses[0] == pytest.approx(expected[0], abs=2e-6) and abs(losses[0] - wide[0]) > 2e-5
+    assert losses == pytest.approx(expected, abs=8e-3)  # rows are summed in another order, and AdamW follows signs
+    assert {tensor.dtype for tensor in weights_of(tmp_path / "out").values()} == {torch.float32}
 
 
 def test_printed_loss_is_the_trained_loss_and_evaluation_agrees(world: tuple[Path, Path], tmp_path: Path) -> None:

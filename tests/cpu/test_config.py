@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from headrace.cli.config import FLAGS, RunConfig, helps
+from headrace.cli.config import FLAGS, SECTIONS, RunConfig, helps
 from headrace.cli.config_file import ConfigError, read_config
-from headrace.cli.names import ELSEWHERE, nearest
+from headrace.cli.names import ELSEWHERE, INSIDE, nearest
 
 
 @pytest.fixture
@@ -85,6 +85,10 @@ def test_missing_options_are_named_together() -> None:
         ("placement: {weights: host}", "names only one of weights and state"),
         ("placement: {weights: disk, state: disk}", "needs a folder: --disk-dir"),
         ("steps: 4\nwarmup: 4", "leaves nothing of the 4 steps"),
+        ('placement: {weights: {0: disk, "*": host}, state: host}', "needs a folder: --disk-dir"),
+        ("placement: {weights: {0: dsk}, state: host}", "gives 'dsk', which is not one of device, host, disk; near"),
+        ("autocast: bfloat16", "autocast is for dtype = float32: with bfloat16 weights"),
+        ("lora: {rank: 8}", "lora.rank is not an option; nearest: r"),
         ("disk_dir: a.txt/x", "is a file"),
         ("tokenizer: ./nowhere", "does not exist"),
         ("validation: nowhere", "does not exist"),
@@ -157,6 +161,10 @@ def test_the_nearest_name_is_the_meant_one() -> None:
     for word, name in ELSEWHERE.items():
         assert word not in names
         assert nearest(word.replace("_", "-"), names) == (name, 1.0)
+    inside = {name: section for section in SECTIONS.values() for name in section.model_fields}
+    for word, name in INSIDE.items():
+        assert word not in inside
+        assert nearest(word, list(inside[name].model_fields)) == (name, 1.0)
 
 
 @pytest.mark.parametrize("value", ["disk", "[host, disk]", "3"])
@@ -184,6 +192,8 @@ NON_DEFAULT: dict[str, tuple[Any, Any]] = {
     "trace": (3, "every 5"), "max_temperature": (80.5, 70),
     "lora": ({"r": 3, "targets": ["q_proj"]}, {"alpha": 5.0, "dora": True}),
     "quantize": ({"codec": "int8/row"}, "nf4/128+double"), "attention": ("math", "auto"),
+    "compile": (True, False), "recompute": (False, True), "overlap": (False, True), "check_memory": (False, True),
+    "update": ("host", "both"), "blocks": (["model.layers"], ["a", "b"]),
 }  # fmt: skip
 
 
@@ -207,7 +217,8 @@ def test_each_option_of_the_file_is_effective_and_the_command_line_wins(good: Pa
 
 
 def test_the_table_above_covers_every_option() -> None:
-    assert {*NON_DEFAULT, "model", "config_model", "data", "output", "epochs"} == set(RunConfig.model_fields)
+    others = {"model", "config_model", "data", "output", "epochs", "autocast"}  # which needs dtype = float32 beside it
+    assert {*NON_DEFAULT, *others} == set(RunConfig.model_fields)
 
 
 def test_flag_and_setting_for_one_option_are_refused(good: Path) -> None:
@@ -239,6 +250,19 @@ def test_the_written_configuration_means_the_same_from_anywhere(good: Path, monk
     written.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     monkeypatch.chdir("/")
     assert read_config(written, {}, ())[0] == config
+
+
+def test_tiers_by_block_are_those_of_wrap(good: Path) -> None:
+    """Also after run.yaml has been written and read: a block's number is a number again."""
+    good.write_text(good.read_text() + 'placement: {weights: {0: device, -1: disk, "*": host}}\ndisk_dir: spill\n')
+    given = ("placement.state=host", "placement.weights.1=device", "placement.inputs=host")
+    config, _ = read_config(good, {}, given)
+    asked = {"weights": {0: "device", -1: "disk", "*": "host", 1: "device"}, "state": "host", "inputs": "host"}
+    assert config.placement.asked() == asked
+    good.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    assert read_config(good, {}, ())[0].placement.asked() == asked
+    assert RunConfig().placement.asked() == "auto"
+    assert RunConfig.model_validate({"placement": {"inputs": "device"}}).placement.asked() == {"inputs": "device"}
 
 
 def test_hub_names_stay_as_they_are(good: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import headrace
 from against_plain import assert_close, batch, gradients, hf_loss, llama, streamed, toy, toy_loss
-from headrace.base.errors import DataError, HeadraceError
+from headrace.base.errors import DataError
 from headrace.executor.taken import TakenHeadCall
 from headrace.hardware.limits import peak_rss, reset_peak_rss
 
@@ -68,22 +68,45 @@ def test_rare_label_layouts_reach_every_block(layout: str, tied: bool) -> None:
         assert all(found[f"model.layers.{n}.mlp.up_proj.weight"].abs().max() > 0 for n in range(2))
 
 
-def test_a_window_without_any_label_is_no_nan_for_the_weights() -> None:
-    """Report 31: nothing to learn from. Plain gives NaN as the mean of nothing; then no weight may change."""
+@pytest.mark.parametrize("window", [False, True], ids=["batch", "window"])
+def test_a_window_without_any_label_is_refused_in_words(window: bool) -> None:
+    """Report 31: nothing to learn from, where plain PyTorch has a loss of NaN. No weight changes, gradients that came
+    before stay, and training goes on. Without gradients it is NaN as ever."""
     model = llama(2)
+    reference = copy.deepcopy(model)
     ids = batch(2, 6, vocabulary=257)
+    none = torch.full_like(ids, -100)
     with streamed(model) as (ours, optimizer):
         before = {name: value.clone() for name, value in ours.state_dict().items()}
-        try:
-            loss = ours(input_ids=ids, labels=torch.full_like(ids, -100)).loss
-            loss.backward()
-            optimizer.step()
-        except HeadraceError as error:
-            assert "label" in str(error)  # noqa: PT017 - both answers are right
-        optimizer.zero_grad()
-        assert all(torch.equal(value, before[name]) for name, value in ours.state_dict().items())
         hf_loss(ours, ids).backward()
-        assert all(torch.isfinite(value).all() for value in gradients(ours).values())
+        hf_loss(reference, ids).backward()
+        items = {"num_items_in_batch": 0} if window else {}
+        parts = [ids] * (2 if window else 1)
+        with pytest.raises(DataError, match=r"no token has a label\. all 12 labels are -100"):
+            headrace.accumulate(lambda part: ours(input_ids=part, labels=none, **items).loss, parts)
+        assert all(torch.equal(value, before[name]) for name, value in ours.state_dict().items())
+        assert_close(gradients(ours), gradients(reference))
+        with torch.no_grad():
+            assert ours(input_ids=ids, labels=none).loss.isnan()
+        optimizer.step()
+        assert all(torch.isfinite(value).all() for value in ours.state_dict().values())
+
+
+def test_micro_batches_without_labels_beside_others() -> None:
+    """Report 31: with the number of labels of their window they add nothing to its loss."""
+    model = llama(2)
+    reference = copy.deepcopy(model)
+    ids = batch(2, 6, vocabulary=257)
+    window = [(ids, torch.full_like(ids, -100)), (ids.flip(1), ids.flip(1))]
+    with streamed(model) as (ours, _):
+        loss = headrace.accumulate(
+            lambda pair: ours(input_ids=pair[0], labels=pair[1], num_items_in_batch=10).loss, window
+        )
+        loss.backward()
+        plain = reference(input_ids=window[1][0], labels=window[1][1]).loss
+        plain.backward()
+        assert loss.item() == pytest.approx(plain.item(), rel=1e-5)
+        assert_close(gradients(ours), gradients(reference))
 
 
 def test_the_loss_of_a_window_is_the_mean_over_its_labels() -> None:

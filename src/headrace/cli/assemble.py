@@ -130,7 +130,6 @@ def _streamed(config: RunConfig, model: Any) -> tuple[Any, Any]:
     optimizer = torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps
     )
-    place = config.placement
     model, wrapped = wrap(
         model,
         optimizer,
@@ -138,9 +137,16 @@ def _streamed(config: RunConfig, model: Any) -> tuple[Any, Any]:
         device_memory=config.device_memory,
         host_memory=config.host_memory,
         disk_dir=config.disk_dir,
-        placement="auto" if place.weights == "auto" else {"weights": place.weights, "state": place.state},
+        placement=config.placement.asked(),
+        blocks=config.blocks,
         window=config.window,
         rows=config.rows,
+        recompute=config.recompute,
+        overlap=config.overlap,
+        update=config.update,
+        check_memory=config.check_memory,
+        autocast=config.autocast,
+        compile=config.compile,
         accumulation=config.accumulation,
         max_grad_norm=config.max_grad_norm,
         moments=config.moments,

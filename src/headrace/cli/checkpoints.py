@@ -25,7 +25,8 @@ _NAME = re.compile(r"step-(\d+)")
 FREE = frozenset({
     "model", "config_model", "tokenizer", "data", "output", "steps", "epochs", "validation", "log", "device",
     "device_memory", "host_memory", "disk_dir", "placement", "window", "rows", "threads", "eval_every", "save_every",
-    "keep", "resume", "on_nonfinite", "broken_rows", "chat_template", "trace", "max_temperature",
+    "overlap", "update", "check_memory", "keep", "resume", "on_nonfinite", "broken_rows", "chat_template", "trace",
+    "max_temperature",
 })  # fmt: skip
 """Options that may differ on resume: where things are and how fast. Model and data are compared by content."""
 
@@ -125,10 +126,12 @@ def identity(config: RunConfig, fingerprints: Mapping[str, str]) -> dict[str, An
 
 def refuse_other_run(path: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise OtherRun with every difference."""
+    # An option that did not exist then did what its default does now.
+    before = {**RunConfig.model_construct().model_dump(mode="json"), **then["options"]}
     differing = [
-        f"{name} {then['options'].get(name)!r} then, {value!r} now"
+        f"{name} {before[name]!r} then, {value!r} now"
         for name, value in now["options"].items()
-        if then["options"].get(name) != value
+        if before[name] != value
     ]
     names = [name for name in {**then, **now} if name != "options"]
     differing += [f"the {name} differs" for name in names if then.get(name) != now.get(name)]

@@ -6,15 +6,17 @@ The docstring below an option is its help text, in `--help` and in errors. Optio
 
 from __future__ import annotations
 
+import difflib
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from headrace.base.errors import OptionError
 from headrace.base.units import parse_bytes
 from headrace.cli.config_lora import Lora
-from headrace.cli.config_quantize import Quantize
+from headrace.cli.config_quantize import AUTO, Quantize
+from headrace.spec.placement import TIERS
 from headrace.spec.traced import TracedSteps
 
 FLAGS = (
@@ -24,20 +26,50 @@ FLAGS = (
 )  # fmt: skip
 
 SIZES = ("device_memory", "host_memory")
+SWITCHES = ("compile", "recompute", "overlap", "check_memory", "resume")
 
-Tier = Literal["auto", "device", "host", "disk"]
 Count = Annotated[int, Field(ge=1)]
 CountOrNone = Annotated[int, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
+def _tiers(value: Any) -> Any:
+    """A tier, or tiers by block number or pattern of names."""
+    for tier in value.values() if isinstance(value, dict) else [value]:
+        known = TIERS if isinstance(value, dict) else (AUTO, *TIERS)
+        if tier not in known:
+            near = difflib.get_close_matches(str(tier), known, 1)
+            found = f"gives {tier!r}, which is" if isinstance(value, dict) else "is"
+            raise ValueError(f"{found} not one of {', '.join(known)}" + (f"; nearest: {near[0]}" if near else ""))
+    if not isinstance(value, dict):
+        return value
+    return {int(block) if re.fullmatch(r"-?\d+", str(block)) else block: tier for block, tier in value.items()}
+
+
+Tiers = Annotated[Any, BeforeValidator(_tiers)]
+
+
 class Placement(BaseModel):
-    """Where the parts of the model live. Give both or neither."""
+    """Where the parts of the model live."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    weights: Tier = "auto"
-    state: Tier = "auto"
+    weights: Tiers = AUTO
+    """A tier for all weights (device, host or disk), or tiers by block number or pattern of names, with "*" for the
+    others, as in {0: device, "*": host}."""
+    state: Tiers = AUTO
+    """The same for the optimizer's state. Give both or neither."""
+    inputs: Literal["auto", "device", "host"] = "auto"
+    """Where blocks' inputs wait for the backward; auto: in RAM when a GPU computes."""
+
+    def asked(self) -> Any:
+        """As `headrace.wrap` takes it."""
+        given = {"weights": self.weights, "state": self.state, "inputs": self.inputs}
+        return {name: tier for name, tier in given.items() if tier != AUTO} or AUTO
+
+    def names(self, tier: str) -> bool:
+        """Whether weights or state are asked to be there."""
+        return any(tier in (t.values() if isinstance(t, dict) else [t]) for t in (self.weights, self.state))
 
 
 class RunConfig(BaseModel):
@@ -81,7 +113,7 @@ class RunConfig(BaseModel):
     """Train adapters beside the frozen model, and save them in peft's format; {} takes the defaults below."""
     quantize: Quantize | None = None
     """Store the matrices of the blocks with a codec, such as nf4, and freeze them: the base of adapters. Without lora
-    what keeps its format is trained: embeddings, head, norms, and the blocks that are kept below."""
+    what keeps its format is trained: embeddings, head, norms, and the blocks of keep_first and keep_last."""
 
     lr: Annotated[float, Field(ge=0)] = 1e-5
     """Highest learning rate."""
@@ -106,6 +138,11 @@ class RunConfig(BaseModel):
     guard_every: CountOrNone | None = None
     """Optimizer steps between checks of one block's gradient against one computed again in fp32; a wrong one stops the
     run before it is saved. 0 or null: none."""
+    autocast: Literal["bfloat16"] | None = None
+    """bfloat16: with dtype float32, train under bf16 autocast; the blocks' matrices stream in 16 bits."""
+    compile: bool = False
+    """torch.compile the forward of the blocks, once for all equal ones. Needs a compiler that torch finds. Sums are
+    rounded in another order."""
     attention: Literal["auto", "cudnn", "flash", "efficient", "math"] | None = None
     """Which of torch's kernels computes attention in the blocks; auto: the fastest, measured once; null: torch
     chooses. Kernels round differently."""
@@ -119,11 +156,22 @@ class RunConfig(BaseModel):
     disk_dir: str | None = None
     """Folder on a fast disk for weights and optimizer state that RAM does not hold."""
     placement: Placement = Placement()
-    """"auto", or weights and state each on "device", "host" or "disk"."""
+    """"auto", or where weights and state live, and where blocks' inputs wait."""
+    blocks: tuple[str, ...] | None = None
+    """Names of the lists of blocks, such as [model.layers], where they are not found."""
     window: Count = 3
     """Blocks that are on the device at once."""
     rows: Count | None = None
     """Rows of a micro-batch that pass through a block at once; all unless given."""
+    recompute: bool = True
+    """Compute a block's activations again in the backward; false: keep them, which takes memory and saves time."""
+    overlap: bool = True
+    """Copies, disk and updates run beside the compute; false: one after the other, with equal results."""
+    update: Literal["auto", "host", "device", "both"] = "auto"
+    """Where weights are updated whose optimizer state is in RAM, with equal results; auto: both at a time on a GPU with
+    memory for it, else the host."""
+    check_memory: bool = True
+    """Check the device's peak against its budget with the first batch, before any update."""
     threads: Count | None = None
     """Threads for updates on the host; the CPUs that this process may use unless given."""
 
@@ -150,7 +198,7 @@ class RunConfig(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_truth_for_numbers(cls, value: Any, info: Any) -> Any:
-        if isinstance(value, bool) and info.field_name not in ("resume", "packing"):
+        if isinstance(value, bool) and info.field_name not in ("packing", *SWITCHES):
             raise ValueError(f"is {str(value).lower()}, which this option does not take")
         return value
 
@@ -161,7 +209,7 @@ class RunConfig(BaseModel):
             raise ValueError('is neither true nor false nor "joined"')
         return value
 
-    @field_validator("data", mode="before")
+    @field_validator("data", "blocks", mode="before")
     @classmethod
     def _one_path_is_a_list(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value

@@ -11,7 +11,7 @@ from headrace.spec.codecs import codec_named
 from headrace.spec.precision import KEPT, SENSITIVE, PrecisionMap
 
 AUTO = "auto"
-"""In place of a codec: wrap chooses one, if the run needs one."""
+"""In place of a codec, or of a tier: wrap chooses one, if the run needs one."""
 
 
 def _codec(text: str, *others: str) -> str:

@@ -10,6 +10,7 @@ from headrace.cli.adapters import is_adapter
 from headrace.cli.config import RunConfig
 from headrace.cli.config_quantize import AUTO, Quantize
 from headrace.data.sources import absolute, dataset_of
+from headrace.spec.placement import DISK
 
 _PATHS = ("config_model", "output", "disk_dir", "log", "chat_template")
 _PATHS_OR_IDS = ("model", "tokenizer")
@@ -50,10 +51,11 @@ def _combinations(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
         yield ("warmup", "steps"), f"warmup = {config.warmup} leaves nothing of the {config.steps} steps"
     if config.eval_every and config.validation is None:
         yield ("eval_every", "validation"), "eval_every needs held-out data: --validation PATH or a fraction"
-    place = config.placement
-    if (place.weights == "auto") != (place.state == "auto"):
+    if config.autocast is not None and config.dtype != "float32":
+        yield ("autocast", "dtype"), f"autocast is for dtype = float32: with {config.dtype} weights all is in 16 bits"
+    if (config.placement.weights == AUTO) != (config.placement.state == AUTO):
         yield ("placement",), "placement names only one of weights and state: give both, or auto"
-    if "disk" in (place.weights, place.state) and config.disk_dir is None:
+    if config.placement.names(DISK) and config.disk_dir is None:
         yield ("placement", "disk_dir"), "placement on disk needs a folder: --disk-dir FOLDER"
 
 

@@ -10,7 +10,8 @@ from headrace.cli.flags import METAVARS
 # Where an option takes more than its type says: sizes as text, a fraction or paths, a nested mapping.
 _KINDS = {
     "chat_template": "FILE", "data": "list of PATH|ID", "log": "FILE",
-    "lora": "{r: N, alpha: NUMBER, ...}", "placement": "auto | {weights: TIER, state: TIER}",
+    "lora": "{r: N, alpha: NUMBER, ...}", "placement": "auto | {weights: TIER, state: TIER, ...}",
+    "placement.weights": "TIER | {BLOCK: TIER, ...}", "placement.state": "TIER | {BLOCK: TIER, ...}",
     "quantize": "CODEC | {codec: CODEC, ...}", "validation": "FRACTION | list of PATH",
 }  # fmt: skip
 _TYPES = {"string": "TEXT", "boolean": "true | false", "integer": "whole number", "number": "number", "null": "null"}
@@ -41,7 +42,8 @@ def _inner(section: str) -> list[str]:
     return [
         line
         for name, field in told.items()
-        for line in (f"    {section}.{name}  ({_kind(schema[name])}; {_shown(field.default)})",
+        for line in (f"    {section}.{name}  ({_KINDS.get(f'{section}.{name}') or _kind(schema[name])}; "
+                     f"{_shown(field.default)})",
                      f"        {' '.join(str(field.description).split())}")
     ]  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from headrace.cli.random_state import random_state, restore_random_state
 from headrace.cli.signals import Stop
 from headrace.data.batch import IGNORED, micro_batches
 from headrace.data.table import TokenTable
+from headrace.hardware import limits
 from headrace.report.record import RunRecord
 from headrace.session.samples import Samples
 
@@ -32,6 +34,9 @@ class Loop:
         self._identity = identity(parts.config, parts.fingerprints)
         self._samples = Samples(parts.session)
         self._cooling = Cooling(parts.config.max_temperature, self._samples.sensors, parts.session.events, stop)
+        device = parts.session.device
+        narrow = parts.config.autocast is not None and limits.computes_bf16(device)  # else as wide as it is stored
+        self._autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=narrow)
         self._saved: int | None = None
         self.log_position = 0
         self.step = 0
@@ -115,7 +120,8 @@ class Loop:
         own = int((batch["labels"][:, 1:] != IGNORED).sum())
         device = self._parts.session.device
         placed = {name: tensor.to(device) for name, tensor in batch.items()}
-        mean: Tensor = self._parts.model(**placed, **self._parts.call).loss
+        with self._autocast():
+            mean: Tensor = self._parts.model(**placed, **self._parts.call).loss
         return mean * (own / labels)
 
     def _evaluate_and_tell(self, display: Display, log: RunRecord) -> None:

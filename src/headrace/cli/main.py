@@ -11,6 +11,7 @@ import typer
 
 from headrace import __version__
 from headrace.cli.bench import bench
+from headrace.cli.config import FLAGS, RunConfig
 from headrace.cli.exits import told
 from headrace.cli.flags import with_config_flags
 from headrace.cli.merge import merge
@@ -56,8 +57,14 @@ def _show_options(asked: bool) -> None:
         raise typer.Exit
 
 
+_NO_FLAGS = ", ".join(name for name in RunConfig.model_fields if name not in FLAGS)
+
+
 # What is no flag comes to us too: a misspelt one is one of the mistakes that are told together.
-@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+@app.command(
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    epilog=f"Without a flag, in the --config file or by --set (--list says more): {_NO_FLAGS}.",
+)
 @with_config_flags
 def train(
     context: typer.Context,
@@ -80,8 +87,8 @@ def train(
 ) -> None:
     """Train a model: fine-tune --model, or start from random weights with --config-model and --tokenizer.
 
-    More options (schedule, warmup, dtype, packing, ...) stand in the --config file or go as --set NAME=VALUE: --list
-    shows them all.
+    Every option can stand in the --config file or go as --set NAME=VALUE. Most have flags; the names of those without
+    one are below, and --list explains all.
     """
     with told(debug):
         from headrace.cli.train import train as run

@@ -33,13 +33,21 @@ ELSEWHERE = {
     "eval_steps": "eval_every", "eval_interval": "eval_every", "save_steps": "save_every",
     "save_interval": "save_every", "save_total_limit": "keep", "resume_from_checkpoint": "resume", "log_file": "log",
     "pack": "packing", "quantization": "quantize", "load_in_4bit": "quantize", "load_in_8bit": "quantize",
-    "attn_implementation": "attention",
+    "attn_implementation": "attention", "torch_compile": "compile", "gradient_checkpointing": "recompute",
+    "activation_checkpointing": "recompute", "amp": "autocast", "mixed_precision": "autocast", "bf16": "dtype",
+}  # fmt: skip
+# The same for options inside a section.
+INSIDE = {
+    "rank": "r", "lora_r": "r", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "targets",
+    "target_parameters": "parameters", "use_rslora": "rslora", "use_dora": "dora", "moments": "state",
+    "optimizer": "state", "activations": "inputs",
 }  # fmt: skip
 
 
 def nearest(word: str, names: Sequence[str]) -> tuple[str, float]:
     """The valid name nearest to `word`, or to whose name in another tool it is nearest, and how alike they are."""
-    meant = {name: name for name in names} | {other: name for other, name in ELSEWHERE.items() if name in names}
+    others = {**ELSEWHERE, **INSIDE}
+    meant = {name: name for name in names} | {other: name for other, name in others.items() if name in names}
     bare = _bare(word)
     likeness = {name: difflib.SequenceMatcher(None, bare, _bare(name)).ratio() for name in meant}
     best = max(likeness, key=lambda name: likeness[name])

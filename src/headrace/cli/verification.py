@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import headrace
 from headrace.base.errors import DataError, FormatError, ModelError, OptimizerError, OptionError, PlanError
 from headrace.base.units import format_bytes
-from headrace.cli.config import Tier
 from headrace.cli.config_file import ConfigError, Given, validated
 from headrace.cli.tokenizers import load_tokenizer
 from headrace.cli.verify import Request
@@ -25,8 +24,9 @@ from headrace.model.blocks import find_blocks
 from headrace.model.build import find_folder, read_config
 from headrace.model.quantised import codec_of
 from headrace.session.verify import Run, Verdict, resident_bytes, verify
+from headrace.spec.placement import TIERS as ON_TIERS
 
-TIERS = get_args(Tier)
+TIERS = ("auto", *ON_TIERS)
 AS_IN_TRAIN = ("device", "device_memory", "host_memory", "dtype")
 """Flags that mean what they mean for `headrace train`."""
 SECOND_STACKS = ("num_decoder_layers", "encoder_layers", "decoder_layers")

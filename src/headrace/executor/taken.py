@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextvars
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from headrace.base.errors import StepError
+from headrace.base.errors import DataError, StepError
 from headrace.executor import embedding, head
 from headrace.executor.root import current_batch
 from headrace.executor.stream import Stream
@@ -39,6 +40,8 @@ class Taken:
             for name, p in part._parameters.items()
             if id(p) in streamed
         ]
+        self._known = {id(p) for p in module.parameters()}
+        self._parts = [(part, tuple(part._modules.values()), len(part._parameters)) for part in module.modules()]
 
     def check_weights(self) -> None:
         """Raise StepError when the module holds other weights than those that stream (torch.func.functional_call puts
@@ -51,6 +54,23 @@ class Taken:
                     "Write into the weight (model.load_state_dict, weight.copy_) instead; functional_call and new "
                     "parametrizations need headrace.unwrap(model) first",
                 )
+
+        if torch.is_grad_enabled() and any(
+            len(part._parameters) != count or len(part._modules) != len(children)
+            or any(map(operator.is_not, part._modules.values(), children))
+            for part, children, count in self._parts
+        ):  # fmt: skip
+            self._check_added()
+
+    def _check_added(self) -> None:
+        """Raise StepError when something was put into the module whose gradients nobody would get."""
+        added = [n for n, p in self.module.named_parameters() if p.requires_grad and id(p) not in self._known]
+        if added:
+            raise StepError(
+                f"{added[0]} was put into a {type(self.module).__name__} after headrace.wrap",
+                f"{len(added)} such parameters, which would get no gradient and no update",
+                "Change the model (adapters, new layers) before headrace.wrap, or call headrace.unwrap(model) first",
+            )
 
     def install(self) -> None:
         kind: Any = type(self)
@@ -206,6 +226,14 @@ class TakenHeadCall(Taken):
         hidden = lazy.hidden.reshape(-1, lazy.hidden.shape[-1])
         item = (hidden, labels, spec, lazy.head_dtype)
         losses, count = meet(("loss", id(self.taken), lazy.head_dtype), item, self._losses)
+        if count == 0 and torch.is_grad_enabled() and (num_items is None or not int(num_items)):
+            raise DataError(
+                "there is nothing to learn from: no token has a label",
+                f"all {len(labels)} labels are {spec.ignore_index}"
+                + (" and num_items_in_batch is 0" if num_items is not None else ", and the loss is their mean"),
+                "Leave such rows out; of a window in which other micro-batches have labels, give their number as "
+                "num_items_in_batch",
+            )
         return reduce_losses(losses, count, "mean", num_items)
 
     def _losses(self, items: list[tuple[Tensor, Tensor, HeadSpec, torch.dtype]]) -> list[tuple[Tensor, int]]:

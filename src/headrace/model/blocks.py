@@ -15,7 +15,7 @@ SMALLEST_SHARE = 0.01
 """A stack with a smaller share of the model's parameters than this stays resident."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Stack:
     """Blocks that follow each other. A stack may mix classes, and may hold one module several times."""
 
@@ -23,7 +23,7 @@ class Stack:
     """The list's name in the model, such as "model.layers"."""
     blocks: tuple[nn.Module, ...]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         classes = Counter(type(block).__name__ for block in self.blocks)
         return f"{self.name or '(root)'}: " + ", ".join(f"{n} x {name}" for name, n in classes.items())
 
@@ -34,6 +34,8 @@ def find_blocks(model: nn.Module, blocks: str | Sequence[str] | Sequence[nn.Modu
     `blocks` overrides the search: names of lists ("encoder.layers") or the blocks themselves. Raises ModelError when
     nothing is found, saying what was looked for.
     """
+    if not isinstance(model, nn.Module):
+        raise ModelError("the model is no torch.nn.Module", f"got a {type(model).__name__}", "Pass the model itself")
     if blocks is not None:
         return _named(model, blocks)
     searches = [_search(model, "", least) for least in (2, 1)]  # a list of one counts where there is no other

@@ -195,6 +195,7 @@ def _require(spec: ModelSpec, candidates: list[tuple[Placement, float]], budgets
         device = footprint(spec, _smallest(spec, placement)).device_bytes
         how = ", with window=1 and no weights kept on the device" if asked else ""
         advice.append(f"The smallest device_memory that works is {format_bytes(device)} ({device} bytes){how}")
+        budgets = replace(budgets, device=device)  # the host's smallest is the one beside it
     if HOST in short and (host := _least_host(spec, candidates, budgets)) is not None:
         advice.append(f"The smallest host_memory that works is {format_bytes(host)} ({host} bytes)")
     on_disk = DISK in placement.weights and DISK in placement.state

@@ -81,6 +81,21 @@ class Gradients:
             return torch.zeros(parameter.shape)
         return parameter.grad.detach().float().clone()
 
+    def held(self) -> list[tuple[nn.Parameter, Tensor | None]]:
+        """What the stand-ins show (fp32, on the CPU); None where no gradient came, or an update has used it already."""
+        found: list[tuple[nn.Parameter, Tensor | None]] = []
+        for key, name in self._names.items():
+            parameter, stand_in = self._anatomy.parameters[name], self._shown.get(key)
+            with torch._C.DisableTorchFunctionSubclass():
+                shown = stand_in is not None and parameter.grad is stand_in
+            if shown:
+                found.append((parameter, self.read(name).cpu() if self._present(name) else None))
+        return found
+
+    def _present(self, name: str) -> bool:
+        found = self._rest(name)
+        return self._values.has_gradient(name) if found is None else self._stream.sink.rest_present[found[0]]
+
     def read(self, name: str) -> Tensor:
         """The gradient (fp32) that the next step will use. Raises StepError when its unit holds none."""
         found = self._rest(name)

@@ -126,7 +126,7 @@ def check(given: dict[str, Any]) -> Options:
     if faults:
         raise OptionError(
             "; ".join(faults),
-            f"{len(faults)} mistake{'s' * (len(faults) != 1)} in {len(given)} options given",
+            f"{len(faults)} mistake{'s' * (len(faults) != 1)} in {len(given)} option{'s' * (len(given) != 1)} given",
             f"Options: {', '.join(known)}",
         )
     return options

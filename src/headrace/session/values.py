@@ -252,6 +252,11 @@ class Values:
             _rows(out, entry).copy_(view)
         return out
 
+    def has_gradient(self, name: str) -> bool:
+        """Whether backward calls have brought one since the last step, as far as they are done."""
+        ledger = self._ledger
+        return any(u.index in ledger.arrived and ledger.present[u.index][index] for u, index, _ in self.pieces(name))
+
     def write_gradient(self, name: str, value: Tensor | None) -> None:
         """Replace a gradient before step(), or drop it (None); the norm follows. Raises StepError when its unit holds
         none."""

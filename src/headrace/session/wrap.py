@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -91,7 +92,8 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **giv
       quantize=None          codec of frozen weights: "int8", "nf4" and others, "auto", or a headrace.PrecisionMap
       prefer="quality"       what quantize="auto" prefers when weights must stream; or "speed"
 
-    Raises OptionError, ModelError, OptimizerError, PlanError or StoreError; then nothing is changed.
+    Raises OptionError, ModelError, OptimizerError, PlanError or StoreError, and StepError for a model that is wrapped
+    or holds gradients; then nothing is changed.
     """
     options = option_room.check(given)
     present = getattr(model, "_headrace_session", None)
@@ -104,6 +106,7 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **giv
     if options.seed is not None:
         torch.manual_seed(options.seed)
     device = device_of(options)
+    _check_model(model)
     optimizer = _optimizer(model, optimizer, options, events)
     rule = rule_of(optimizer)
     budgets = budgets_of(options, device)
@@ -128,9 +131,30 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **giv
     return model, optimizer
 
 
-def _optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Options, events: EventLog
-) -> torch.optim.Optimizer:
+def _check_model(model: Any) -> None:
+    """Refuse what has no values to stream, and gradients that neither the stores nor a step would ever see."""
+    if not isinstance(model, nn.Module):
+        raise ModelError("the model is no torch.nn.Module", f"got a {type(model).__name__}", "Pass the model itself")
+    with torch._C.DisableTorchFunctionSubclass():  # parked parameters would read their values
+        empty = [name for name, tensor in chain(model.named_parameters(), model.named_buffers()) if tensor.is_meta]
+        held = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+    if empty:
+        raise ModelError(
+            f"{empty[0]} is on the meta device: it has no values",
+            f"{len(empty)} such parameters and buffers",
+            "Build the model with headrace.load_model(folder), which reads weights when wrap fills its stores, or load "
+            "them first",
+        )
+    if held:
+        size = format_bytes(sum(grad.nbytes for _, grad in held))
+        raise StepError(
+            f"the model holds gradients, and wrap would lose them: {held[0][0]} has one",
+            f"{len(held)} parameters with {size} of them",
+            "Finish that step first (optimizer.step()), then call model.zero_grad(); or only the latter, to drop them",
+        )
+
+
+def _optimizer(model: nn.Module, optimizer: Any, options: Options, events: EventLog) -> torch.optim.Optimizer:
     trained = [p for p in model.parameters() if p.requires_grad]
     if optimizer is None:
         if not trained:
@@ -143,6 +167,12 @@ def _optimizer(
         return made
     if options.lr is not None:
         raise OptionError("lr is given beside an optimizer", f"lr={options.lr}", "Set lr in the optimizer")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        got = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
+        raise OptimizerError(
+            "the optimizer is no torch.optim.Optimizer", f"got {got}",
+            "Pass torch.optim.AdamW(model.parameters(), ...), Adam or SGD, or leave it out and give lr",
+        )  # fmt: skip
     own = {id(p) for p in model.parameters()}
     foreign = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
     if foreign:
@@ -185,6 +215,8 @@ def _anatomy(
         events.add("accumulation", f"updates are final at step() and not inside the backward: {why}")
     state = rule.state(options.moments)
     narrow = _narrow(model, groups) if options.autocast else frozenset()
+    if options.autocast and not narrow:
+        events.add("autocast", "no linear layer trains fp32 weights, so that none streams in 16 bits because of it")
     wide = not limits.computes_bf16(device)
     if wide and any(p.dtype == NARROW for p in model.parameters()):
         text = f"{device} does not compute in bf16: bf16 weights stream and are saved in bf16, and compute in fp32; "
@@ -317,17 +349,20 @@ def _release(
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """End the model's session: real weights in ordinary memory (on the CPU), the optimizer with its state."""
+    """End the model's session: real weights in ordinary memory (on the CPU), the optimizer with its state. Gradients
+    that no step has used are ordinary ones too."""
     current = session(model)
     current.wait()
     optimizer = current.optimizer
-    state = optimizer.state_dict()
+    state, gradients = optimizer.state_dict(), current._gradients.held()
     _release(model, current.anatomy, current._values)
     current.close()
     front.give_back(optimizer)
     for entry in state["state"].values():
         entry.pop("master", None)
     optimizer.load_state_dict(state)
+    for parameter, grad in gradients:
+        parameter.grad = None if grad is None else grad.to(parameter.dtype)
     del model._headrace_session
     return model
 

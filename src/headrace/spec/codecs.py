@@ -186,6 +186,6 @@ def _unknown(text: str) -> OptionError:
     near = difflib.get_close_matches(text.strip().lower(), [*_USUAL, "int8/row", "nf4+double"], n=1, cutoff=0.5)
     return OptionError(
         f"{text!r} is not a codec",
-        f"Known: {', '.join(_USUAL)}, with the block as in int8/row or nf4/128, and nf4+double",
+        f"known: {', '.join(_USUAL)}, with the block as in int8/row or nf4/128, and nf4+double",
         f"Did you mean {near[0]!r}?" if near else "Choose one of these; weights that keep their format need no codec",
     )

@@ -58,8 +58,7 @@ def run(request: Request) -> int:
 
 def _compiled() -> bool:
     """Whether `headrace train` compiles blocks unless told."""
-    option = RunConfig.model_fields.get("compile")
-    return option is not None and bool(option.default)
+    return bool(RunConfig.model_fields["compile"].default)
 
 
 def _sizes(request: Request) -> dict[str, int]:
