@@ -93,9 +93,11 @@ def test_every_option_is_named_where_it_is_declared(command: str) -> None:
     assert options >= {"": 1, "merge": 2, "report": 2}.get(command, 3)
 
 
-def test_options_that_the_readme_shows_are_there() -> None:
+def test_options_that_the_documents_show_are_there() -> None:
     group: Any = typer.main.get_command(app)
-    lines = (Path(__file__).parents[2] / "README.md").read_text().replace("\\\n", " ").splitlines()
+    root = Path(__file__).parents[2]
+    text = "\n".join(path.read_text() for path in [root / "README.md", *(root / "docs").glob("*.md")])
+    lines = text.replace("\\\n", " ").splitlines()
     shown = [(words[1], word.split("=")[0]) for words in map(str.split, lines) if words[:1] == ["headrace"]
              for word in words if word.startswith("--") and word != "--help"]  # fmt: skip
     assert {"train", "verify", "bench"} <= {command for command, _ in shown}

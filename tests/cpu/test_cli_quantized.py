@@ -172,7 +172,7 @@ def test_mistakes_of_the_section_are_told_with_their_lines(good: Path) -> None: 
                     "    '*.b': bf16\n  sensitive: [1]\n  prefer: sped\n  keep_first: true\n")  # fmt: skip
     found = mistakes(good)
     expected = [
-        (5, "quantize.codec = 'nf5' is refused: 'nf5' is not a codec; Known: int8"),
+        (5, "quantize.codec = 'nf5' is refused: 'nf5' is not a codec; known: int8"),
         (6, "quantize.keep_frst is not an option; nearest: keep_first"),
         (7, "quantize.keep_last = -1 is too small: at least 0"),
         (9, "quantize.overrides.*.a = 'int9' is refused"), (11, "quantize.sensitive = 1 is not text"),

@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "tests/README.md", "examples/README.md"]
+DOCUMENTS += sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
 REPORTS = {1, *range(3, 19), 20, 21, 22, 26, 28, 29, 31, 33, *range(36, 47), 48, 49, 55, 56, 57, 59, 60, 63, 66}
 REPORTS |= {*range(68, 78), *range(80, 84), *range(86, 98), 99}
 SCRIPTS = sorted(path for path in [*(ROOT / "scripts").iterdir(), ROOT / ".ci" / "run"] if path.is_file())

@@ -1,7 +1,7 @@
-"""README.md runs: every command and every piece of Python in it, on a tiny model in a folder of its own.
+"""README.md and docs/ run: every command and every piece of Python in them, on a tiny model in a folder of its own.
 
-The README speaks of a folder `my-model`, a `loader` and a dataset `rows`, which are made here; `rows.jsonl` and
-`run.yaml` are what it shows.
+They speak of a folder `my-model`, a `loader` and a dataset `rows`, which are made here; `rows.jsonl` and `run.yaml` are
+what docs/train.md shows.
 """
 
 from __future__ import annotations
@@ -13,17 +13,24 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cpu.test_cli_world import headrace as called
 from headrace.cli.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```(bash|python)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-COMMANDS = [line.partition("#")[0].strip() for kind, block in BLOCKS for line in block.splitlines() if kind == "bash"]
+TEXTS = {path.stem: path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
+COMMANDS = {
+    name: [line.partition("#")[0].strip() for block in re.findall(r"^```bash\n(.*?)^```", text, re.M | re.S)
+           for line in block.splitlines()]
+    for name, text in TEXTS.items()
+}  # fmt: skip
+OURS = {name: [c for c in commands if c.startswith("headrace ")] for name, commands in COMMANDS.items()}
+PIECES = {name: re.findall(r"^```python\n(.*?)^```", text, re.M | re.S) for name, text in TEXTS.items()}
 TEXT = "The mill stands by the river. The headrace brings the water, the wheel turns, and the stones grind the corn."
 
 
@@ -49,18 +56,26 @@ def save_model(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the README's reader has: a model, rows, a configuration."""
-    folder = tmp_path_factory.mktemp("readme")
-    save_model(folder / "my-model")
-    (folder / "rows.jsonl").write_text(block_of("json") * 8)
-    (folder / "run.yaml").write_text(block_of("yaml"))
+def my_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made") / "my-model"
+    save_model(folder)
     return folder
 
 
+@pytest.fixture
+def folder(my_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What a reader has: a model, rows, a configuration. The working folder."""
+    shutil.copytree(my_model, tmp_path / "my-model")
+    (tmp_path / "rows.jsonl").write_text(block_of("json") * 8)
+    (tmp_path / "run.yaml").write_text(block_of("yaml"))
+    monkeypatch.setenv("HEADRACE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 def block_of(kind: str) -> str:
-    """The README's only block of a kind."""
-    (block,) = re.findall(rf"^```{kind}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    """The only block of a kind in all documents."""
+    (block,) = re.findall(rf"^```{kind}\n(.*?)^```", "\n".join(TEXTS.values()), re.M | re.S)
     return str(block)
 
 
@@ -70,49 +85,88 @@ def run_command(command: str, folder: Path) -> str:
     if words[0] == "headrace":
         words = [sys.executable, "-m", "headrace.cli.main", *words[1:]]
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1",
-                   "HEADRACE_CACHE_DIR": str(folder / "cache")}  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
 
 
-def test_quick_start_in_python_trains(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Python blocks run in order; the folder that they save holds a model that learned the batches."""
+def call_command(command: str, folder: Path) -> str:
+    """The same in this process, which has torch and transformers already."""
+    code, printed = called(*shlex.split(command)[1:])
+    assert code == 0, f"{command}\n{printed[-6000:]}"
+    return printed
+
+
+def run_all(name: str, folder: Path, run: Callable[[str, Path], str] = call_command) -> dict[str, str]:
+    """What each `headrace` line of a document prints, in order."""
+    return {command: run(command, folder) for command in OURS[name]}
+
+
+@pytest.mark.parametrize("name", [name for name, pieces in PIECES.items() if pieces])
+def test_python_trains(name: str, folder: Path) -> None:
+    """The blocks of a document run in order; the model has learned the batches, and so has the folder that it saves."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    monkeypatch.chdir(folder)
     ids = AutoTokenizer.from_pretrained("my-model")(TEXT, return_tensors="pt")["input_ids"][:, :24]
     names: dict[str, Any] = {
         "loader": [{"input_ids": ids, "labels": ids}] * 3,
         "rows": [{"input_ids": ids[0], "labels": ids[0]}] * 4,
     }
-    for kind, block in BLOCKS:
-        if kind == "python":
-            exec(compile(block, "README.md", "exec"), names)
-    names["headrace"].unwrap(names["model"])
+    for piece in PIECES[name]:
+        exec(compile(piece, name, "exec"), names)
+    nets = [AutoModelForCausalLM.from_pretrained("my-model"), names["headrace"].unwrap(names["model"]).eval()]
+    if name != "README":
+        nets.append(AutoModelForCausalLM.from_pretrained("trained"))
     with torch.no_grad():
-        before, after = (
-            AutoModelForCausalLM.from_pretrained(name)(input_ids=ids, labels=ids).loss.item()
-            for name in ("my-model", "trained")
-        )
-    assert after < before
+        before, *after = (net(input_ids=ids, labels=ids).loss.item() for net in nets)
+    assert max(after) < before
 
 
-@pytest.mark.timeout(900)  # all of them, one after the other, on a machine that may do more
-def test_commands_run(folder: Path) -> None:
-    """Each `headrace` line of the README, in order: it trains, samples, resumes and shows help."""
-    ours = [command for command in COMMANDS if command.startswith("headrace ")]
-    commands = {"train", "sample", "verify", "bench", "quantize", "merge", "profile", "plan", "report"}
-    assert {command.split()[1] for command in ours} == commands
-    printed = {command: run_command(command, folder) for command in ours}
+def test_the_quick_start_is_five_lines_of_python_and_one_command(folder: Path) -> None:
+    """README.md is one page; its commands run as a person runs them, each in a process of its own."""
+    assert len(TEXTS["README"].splitlines()) <= 100
+    (piece,) = PIECES["README"]
+    assert len(piece.splitlines()) == 5
+    printed = run_all("README", folder, run_command)
+    assert [command.split()[1] for command in printed] == ["train", "plan"]
+    assert (folder / "run" / "config.json").exists() and list((folder / "run").glob("*.safetensors"))
+    assert "8b, 8.03 billion parameters, on RTX 3080 10GB" in printed[OURS["README"][1]]
+
+
+def test_commands_of_the_command_line(folder: Path) -> None:
+    """docs/train.md: it trains, samples, resumes, explains and reports. Each option of run.yaml is in force."""
+    import yaml
+
+    printed = run_all("train", folder)
     assert (folder / "run" / "model.safetensors").exists() or list((folder / "run").glob("*.safetensors"))
-    assert (folder / "from-file" / "config.json").exists()
     assert "20 of 20" in (folder / "run" / "report.html").read_text()
     assert "--device-memory" in printed["headrace train --help"]
-    assert (folder / "my-model-nf4" / "packed.safetensors").exists()
+    assert "schedule  (linear | cosine | constant; default linear)" in printed["headrace train --list"]
+    given = yaml.safe_load(block_of("yaml"))
+    used = yaml.safe_load((folder / "from-file" / "run.yaml").read_text())
+    assert {*given} <= {*used}
+    for name in ("steps", "batch", "accumulation", "sequence_length", "schedule", "warmup", "validation", "save_every"):
+        assert used[name] == given[name] != RunConfig.model_fields[name].default, name
+        assert f"  {name}: {given[name]}  (run.yaml:" in printed["headrace train --config run.yaml --resume"]
+    kinds = [set(json.loads(line)) for line in block_of("json").splitlines()]
+    assert kinds == [{"text"}, {"prompt", "completion"}]
+    assert "validation loss" in printed["headrace train --config run.yaml --resume"]
+    assert (folder / "from-file" / "config.json").exists()
+    assert (folder / "from-file" / "checkpoints" / "step-20").is_dir()
+
+
+def test_commands_for_adapters(folder: Path) -> None:
+    """docs/adapters.md: adapters in peft's format, an ordinary model of both, and a base in four bits."""
+    run_all("adapters", folder)
     assert (folder / "adapted" / "adapter_model.safetensors").exists() and (folder / "merged" / "config.json").exists()
+    assert (folder / "my-model-nf4" / "packed.safetensors").exists()
+
+
+def test_commands_about_the_machine(folder: Path) -> None:
+    """docs/machine.md: profile, plan, verify and bench say what they are asked."""
+    printed = run_all("machine", folder)
     verified = next(text for command, text in printed.items() if command.startswith("headrace verify"))
     assert "pass: float32, tolerance 1e-05, placements host pass, disk pass" in verified
     benched = next(text for command, text in printed.items() if command.startswith("headrace bench"))
@@ -122,31 +176,20 @@ def test_commands_run(folder: Path) -> None:
     planned = next(text for command, text in printed.items() if command.startswith("headrace plan 8b"))
     assert "8b, 8.03 billion parameters, on RTX 3080 10GB" in planned and "Why full, AdamW:" in planned
     assert "headrace train --model my-model" in printed["headrace plan my-model"]
-    assert "schedule  (linear | cosine | constant; default linear)" in printed["headrace train --list"]
 
 
-def test_configuration_and_rows_that_are_shown_are_used(folder: Path) -> None:
-    """Each option of the run.yaml is in force, and the run leaves a model and checkpoints."""
-    import yaml
-
-    given = yaml.safe_load(block_of("yaml"))
-    printed = run_command("headrace train --config run.yaml --resume --output again", folder)
-    used = yaml.safe_load((folder / "again" / "run.yaml").read_text())
-    assert {*given} <= {*used}
-    for name in ("steps", "batch", "accumulation", "sequence_length", "schedule", "warmup", "validation", "save_every"):
-        assert used[name] == given[name] != RunConfig.model_fields[name].default, name
-        assert f"  {name}: {given[name]}  (run.yaml:" in printed
-    kinds = [set(json.loads(line)) for line in block_of("json").splitlines()]
-    assert kinds == [{"text"}, {"prompt", "completion"}]
-    assert "validation loss" in printed
-    assert (folder / "again" / "config.json").exists()
-    assert (folder / "again" / "checkpoints" / "step-20").is_dir()
+def test_every_command_is_run() -> None:
+    """No document has commands that the tests above leave out, and each command of the program is in one."""
+    assert {name for name, commands in OURS.items() if commands} == {"README", "train", "adapters", "machine"}
+    shown = {command.split()[1] for commands in OURS.values() for command in commands}
+    assert shown == {"train", "sample", "verify", "bench", "quantize", "merge", "profile", "plan", "report"}
+    others = {c for commands in COMMANDS.values() for c in commands if c and not c.startswith("headrace ")}
+    assert others == {"pip install .", "scripts/demo", "scripts/test"}  # the scripts run in .ci/run and on their own
 
 
-def test_pip_install_brings_the_whole_package(folder: Path) -> None:
+def test_pip_install_brings_the_whole_package(tmp_path: Path) -> None:
     """`pip install .` installs every module, the type marker and the command `headrace`."""
-    assert "pip install ." in COMMANDS
-    clone, target = folder / "clone", folder / "site"  # a copy: a build leaves folders beside the sources
+    clone, target = tmp_path / "clone", tmp_path / "site"  # a copy: a build leaves folders beside the sources
     clone.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, clone)
@@ -157,9 +200,3 @@ def test_pip_install_brings_the_whole_package(folder: Path) -> None:
     assert {path.relative_to(target) for path in (target / "headrace").rglob("*.py")} == sources
     assert (target / "headrace" / "py.typed").exists() and (target / "headrace" / "report" / "page.html").exists()
     assert (target / "bin" / "headrace").exists()
-
-
-def test_every_other_command_is_one_of_the_scripts() -> None:
-    """What is neither `headrace` nor `pip install .` is a script; those run in .ci/run and on their own."""
-    others = {command for command in COMMANDS if command and not command.startswith(("headrace ", "pip install ."))}
-    assert others == {"scripts/demo", "scripts/test"}
