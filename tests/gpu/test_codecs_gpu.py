@@ -103,7 +103,7 @@ def test_decoding_never_waits_and_allocates_nothing(text: str) -> None:
     stream, before = torch.cuda.Stream(), torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(500_000_000)
+        torch.cuda._sleep(2_000_000_000)
         out.zero_()
         decode(codec_named(text), packed, out)
         assert not stream.query(), "decode waited for the GPU"

@@ -78,6 +78,8 @@ class _Runs:
         self._request, self._asked, self._stop, self._console = request, asked, stop, console
         chosen = asked.options.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
         self._device = torch.device(chosen)
+        if self._device.type == "cuda":
+            self._device = torch.device("cuda", self._device.index or 0)
         if asked.card is not None:
             total = torch.cuda.get_device_properties(self._device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, (asked.card - CUDA_BYTES) / total), self._device)
