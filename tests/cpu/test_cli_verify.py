@@ -16,6 +16,7 @@ from cpu.test_cli_world import headrace, save_model
 from headrace.cli import verification
 from headrace.executor import sink
 from headrace.hardware import limits
+from parity import named_families
 
 SMALL = ("--steps", "2", "--sequence-length", "16", "--device", "cpu", "--device-memory", "8MiB")
 
@@ -82,6 +83,17 @@ def test_families(family: str, tmp_path: Path) -> None:
     code, printed = headrace("verify", str(tmp_path / "model"), *SMALL, "--placement", "host", "--layers", "2")
     assert code == 0, printed
     assert f"model: {4 if family == 't5' else 2} layers, " in printed
+
+
+def test_a_tower_without_gradients(tmp_path: Path) -> None:
+    """Report 46: batches of text give the images' side of a model no gradient; it does not change, nor decay."""
+    named_families.build("qwen2-vl").save_pretrained(tmp_path / "model")
+    options = ("--disk-dir", str(tmp_path), "--placement", "disk", "--placement", "host")
+    code, printed = headrace("verify", str(tmp_path / "model"), *SMALL, *options)
+    assert code == 0, printed
+    named_families.build("vit").save_pretrained(tmp_path / "pictures")
+    code, printed = headrace("verify", str(tmp_path / "pictures"), *SMALL)
+    assert code == 2 and "ViTForImageClassification takes no token ids" in printed
 
 
 def test_random_weights_and_text(folder: Path, tmp_path: Path) -> None:

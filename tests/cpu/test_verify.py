@@ -22,7 +22,7 @@ from headrace.executor.taken import TakenBlock
 from headrace.model.visit import BlockVisit
 from headrace.optim.rules import Call, Rule
 from headrace.session import tiers
-from headrace.session.verify import Run, Verdict, _failures, resident_bytes, verify
+from headrace.session.verify import Run, TensorError, Verdict, _failures, resident_bytes, verify
 from headrace.store.regions import Regions
 
 OPTIONS = {"device": "cpu", "threads": 1}
@@ -273,6 +273,14 @@ def test_more_device_memory_than_allowed() -> None:
     assert list(_failures(run, 1e-5)) == []
     run.loss_errors = [0.0, math.inf]
     assert list(_failures(run, 1e-5)) == ["the loss of step 2 is off by inf"]
+
+
+def test_what_rounding_may_have_done_is_told() -> None:
+    """In bf16 a right build can be beyond a tolerance; in fp32 nothing is excused."""
+    run = Run("host", 1, gradients=[TensorError("w", 0.06, 1), TensorError("v", 0.01, 2)])
+    text = "1 of 2 gradients are beyond the tolerance, most of all w"
+    assert list(_failures(run, 0.05)) == [text]
+    assert list(_failures(run, 0.05, True)) == [f"{text}; rounding alone may do that in bfloat16: verify in float32"]
 
 
 def test_the_memory_of_the_resident_steps() -> None:

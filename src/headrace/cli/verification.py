@@ -179,7 +179,10 @@ def _require_memory(request: Request, model: nn.Module, numbers: int, device: to
 
 
 def _batches(request: Request, model: Any) -> list[dict[str, Tensor]]:
-    """One batch for each step, of lengths that differ a little."""
+    """One batch for each step, of lengths that differ a little. Raises ModelError for a model that takes no tokens."""
+    if model.main_input_name != "input_ids":
+        raise ModelError(f"{type(model).__name__} takes no token ids", f"its main input is {model.main_input_name}",
+                         "Call headrace.session.verify.verify with batches of your own")  # fmt: skip
     text = model.config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None) or request.sequence_length
     if request.sequence_length > longest:
