@@ -110,7 +110,8 @@ def test_no_clipping_updates_inside_the_backward() -> None:
         *TINY, "--work", "1x16@none", "--work", "2*1x16", "--no-rates", "--set", "moments=bfloat16"
     )
     assert code == 0, printed
-    assert len(re.findall(r"^session \d: opened in [\d.]+ s; weights: ", printed, re.MULTILINE)) == 2
+    opened = r"^session \d: opened in [\d.]+ s, host peak until then [\d.]+ .iB; weights: "
+    assert len(re.findall(opened, printed, re.MULTILINE)) == 2
     assert (
         "1x16@none: 16 tokens a step, no clipping" in printed and "2*1x16@1: 32 tokens a step, clipping to 1" in printed
     )

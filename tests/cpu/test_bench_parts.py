@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import runpy
 import sys
@@ -12,16 +13,22 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import headrace
 import tiny_checkpoints
 from headrace.cli.benchmark.arithmetic import Alone, arithmetic_of
 from headrace.cli.benchmark.roofline import Bound, Load, Moved, bounds, floor_seconds, largest, loads
 from headrace.cli.benchmark.shapes import SHAPES, QuickWeights, build, config_of, with_adapters
 from headrace.cli.benchmark.work import Work, parse_norm, parse_work
+from headrace.codec.entries import unpack
+from headrace.codec.packed import clear_padding
 from headrace.executor.trace import Span
 from headrace.hardware import rates
+from headrace.hardware.limits import peak_rss, reset_peak_rss
 from headrace.hardware.used import device_used
 from headrace.schedule.op import Op
 from headrace.session.measuring import LaneRates
+from headrace.spec.codecs import codec_named
+from headrace.spec.layout import Entry
 from made_specs import made
 
 CPU = torch.device("cpu")
@@ -105,7 +112,9 @@ def test_frozen_weights_have_no_product_for_their_gradient() -> None:
 
 
 def test_shapes_have_the_sizes_they_are_named_for() -> None:
-    for name, (billions, layers) in {"q1.5b": (1.54, 28), "q4b": (4.02, 36), "q7b": (7.62, 28)}.items():
+    for name, (billions, layers) in {
+        "q1.5b": (1.54, 28), "q4b": (4.02, 36), "q7b": (7.62, 28), "q14b": (14.77, 48), "l70b": (70.55, 80),
+    }.items():  # fmt: skip
         model = build(name, torch.bfloat16, None, 32768, CPU)
         assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.01)
         assert model.config.num_hidden_layers == layers and model.training
@@ -121,6 +130,49 @@ def test_quick_weights() -> None:
     source.read_into("q_proj.bias", bias)
     assert matrix.float().std() == pytest.approx(0.02, rel=0.02) and matrix.float().mean().abs() < 1e-3
     assert (norm == 1).all() and (bias == 0).all()
+
+
+@pytest.mark.parametrize("codec", ["int8", "int8/row", "nf4", "nf4+double", "fp8", "nvfp4"])
+@pytest.mark.parametrize("shape", [(130, 70), (1500, 1100), (3, 257, 129)], ids=str)
+def test_quick_weights_as_they_are_stored(codec: str, shape: tuple[int, ...]) -> None:
+    """Codes and scales that nothing encoded decode to the deviation that drawn weights have, and no two rows agree."""
+    source, entry = QuickWeights(CPU), Entry("a.weight", shape, "bfloat16", False, codec=codec)
+    packed = torch.full((codec_named(codec).nbytes(shape),), 255, dtype=torch.uint8)
+    error = source.read_packed_into("a.weight", entry, packed)
+    weight = unpack(entry, packed).float()
+    assert weight.std() == pytest.approx(0.02, rel=0.15) and weight.mean().abs() < 1e-3
+    assert weight.isfinite().all() and weight.flatten(0, -2).unique(dim=0).shape[0] == weight.flatten(0, -2).shape[0]
+    assert 0 < error < 0.12 and source.not_encoded == 1
+    before = packed.clone()
+    clear_padding(codec_named(codec), shape, packed)
+    assert torch.equal(packed, before)
+
+
+@pytest.mark.parametrize("encoded", [False, True])
+def test_a_compressed_shape_opens_in_the_memory_of_its_result(encoded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory grows by what is stored, by one tensor, and by little else, whatever the number of layers."""
+    monkeypatch.setitem(SHAPES, "deep", ("llama", 512, 1408, 48, 8, 8, 64, 512, False))
+    if encoded:
+        monkeypatch.setattr(QuickWeights, "read_packed_into", lambda *given: None)
+    found = []
+    for _ in range(2):  # compiling kernels takes memory, once
+        model = with_adapters(build("deep", torch.bfloat16, None, 512, CPU), 2)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+        gc.collect()
+        reset_peak_rss()
+        before = peak_rss()
+        wrapped, _ = headrace.wrap(model, optimizer, device="cpu", placement={"weights": "host"}, quantize="nf4+double")
+        grown = peak_rss() - before
+        session = headrace.session(wrapped)
+        stored = sum(unit.stored.nbytes for unit in session.spec.units)
+        kinds = session.memory_report()["device"]
+        device = sum(nbytes for kind, nbytes in kinds.items() if kind not in ("peak", "budget"))
+        whole = sum(unit.weights.nbytes for unit in session.spec.units)
+        session.close()
+        found.append((grown, stored + device, whole))
+    grown, kept, whole = min(found)
+    assert kept < 0.5 * whole
+    assert grown < kept + 512 * 1408 * 2 + (40 << 20)
 
 
 def span_of(verb: str, unit: int, lane: str, start: float, end: float, nbytes: int = 0, **op: str) -> Span:

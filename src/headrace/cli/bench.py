@@ -41,8 +41,8 @@ class Request:
 
 def bench(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A shape (tiny, q1.5b, q1.7b, q4b, q7b, q8b), whose weights are "
-                            "random, a model folder, or a config.json.")
+        str, typer.Argument(metavar="MODEL", help="A shape (tiny, q1.5b, q1.7b, q4b, q7b, q8b, q14b, l70b), "
+                            "whose weights are random, a model folder, or a config.json.")
     ],
     work: Annotated[
         list[str] | None,
@@ -96,7 +96,8 @@ def bench(
                                   show_default=False)
     ] = None,
     quantize: Annotated[
-        str | None, typer.Option("--quantize", metavar="CODEC", help="Store frozen weights so: nf4, int8, fp8, ...")
+        str | None, typer.Option("--quantize", metavar="CODEC", help="Store frozen weights so: nf4, nf4+double, int8, "
+                     "fp8, ... Of random weights codes and scales are made, without encoding numbers.")
     ] = None,
     settings: Annotated[
         list[str] | None,

@@ -14,16 +14,21 @@ from headrace.spec.layout import Entry
 
 
 def pack(entry: Entry, value: Tensor) -> Tensor:
-    """The bytes (flat uint8, on the CPU) in which `value` is stored, which has the entry's shape and any float format.
+    """The bytes (flat uint8, on the CPU) in which `value` is stored; see `pack_into`."""
+    assert entry.codec is not None
+    packed = torch.empty(codec_named(entry.codec).nbytes(entry.shape), dtype=torch.uint8)
+    pack_into(entry, value, packed)
+    return packed
+
+
+def pack_into(entry: Entry, value: Tensor, packed: Tensor) -> None:
+    """Fill `packed` (flat uint8, on the CPU) with `value`, which has the entry's shape and any float format.
 
     What would compute is the value in the entry's own format, so that is what is encoded. Raises ModelError for a value
-    that is not finite.
+    that is not finite; `packed` is undefined then.
     """
     assert entry.codec is not None
-    codec = codec_named(entry.codec)
-    packed = torch.empty(codec.nbytes(entry.shape), dtype=torch.uint8)
-    encode(codec, value.detach().to("cpu", _dtype(entry)), packed, entry.name)
-    return packed
+    encode(codec_named(entry.codec), value.detach().to("cpu", _dtype(entry)), packed, entry.name)
 
 
 def unpack(entry: Entry, packed: Tensor) -> Tensor:

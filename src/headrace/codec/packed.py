@@ -28,7 +28,7 @@ def encode(codec: Codec, weight: Tensor, packed: Tensor, name: str = "a weight")
     shape = tuple(weight.shape)
     parts = views(codec, shape, packed)
     _check_like(weight, packed, "weight")
-    _clear_padding(codec, shape, packed)
+    clear_padding(codec, shape, packed)
     source = weight.detach().contiguous()
     count, rows, columns = matrices(shape)
     codes, scales = parts["codes"], parts["scales"]
@@ -154,7 +154,8 @@ def _check_like(tensor: Tensor, packed: Tensor, name: str) -> None:
         )
 
 
-def _clear_padding(codec: Codec, shape: tuple[int, ...], packed: Tensor) -> None:
+def clear_padding(codec: Codec, shape: tuple[int, ...], packed: Tensor) -> None:
+    """Zeros between the parts, and behind them."""
     layout = codec.layout(shape)
     for part, offset, end in zip(layout.parts, layout.offsets, (*layout.offsets[1:], layout.nbytes), strict=True):
         packed[offset + part.nbytes : end].zero_()

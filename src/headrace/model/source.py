@@ -20,6 +20,7 @@ from headrace.base.events import EventLog
 from headrace.base.units import format_bytes
 from headrace.model.conversion import ConversionPlan, Recipe, convert, pieces
 from headrace.model.quantised import as_stored
+from headrace.spec.layout import Entry
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,6 +37,10 @@ class WeightSource(Protocol):
 
         `name` is a name of the model as it was loaded; a tied weight answers to each of its names.
         """
+
+    def read_packed_into(self, name: str, entry: Entry, out: Tensor) -> float | None:
+        """Fill `out` (flat uint8, on the CPU) with the weight called `name` as the codec of `entry` stores it, and
+        return what that has cost (relative L2); None, and nothing is written, where it has to be encoded."""
 
 
 class SourceHome:
@@ -101,6 +106,9 @@ class FolderSource:
                 rounded = torch.empty(out.shape, dtype=dtype)
                 self._fill(name, recipe, rounded)
                 out.copy_(rounded)
+
+    def read_packed_into(self, name: str, entry: Entry, out: Tensor) -> None:
+        """See `WeightSource`: the files hold numbers."""
 
     def located(self, name: str) -> tuple[Path, TensorEntry] | None:
         """Where the files hold exactly the weight called `name`, in its dtype; None where it has to be made of them."""
@@ -174,6 +182,9 @@ class RandomSource:
         self._initialise(name, value)
         if not in_place:
             out.copy_(value)
+
+    def read_packed_into(self, name: str, entry: Entry, out: Tensor) -> None:
+        """See `WeightSource`: `_init_weights` draws numbers."""
 
     def __deepcopy__(self, memo: Any) -> RandomSource:
         return self

@@ -6,12 +6,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from headrace.base.errors import OptionError, PlanError
 from headrace.base.events import EventLog
-from headrace.codec.entries import error_of
+from headrace.codec.entries import error_of, pack_into
 from headrace.model.blocks import Stack
 from headrace.model.parked import is_parked
 from headrace.model.quantised import (
@@ -28,8 +27,11 @@ from headrace.model.quantised import (
 from headrace.model.units import Anatomy
 from headrace.session.options import Options
 from headrace.session.values import Values
+from headrace.spec.codecs import codec_named
+from headrace.spec.layout import Entry
 from headrace.spec.placement import DEVICE, Placement
 from headrace.spec.precision import as_map
+from headrace.store.memory import Scratch
 
 LADDER = ("int8", "nf4")
 """What "auto" tries, the most precise first."""
@@ -102,6 +104,7 @@ class Encoder:
     def __init__(self, values: Values, source: Any) -> None:
         self._values, self._source = values, source
         self._losses, self._left = Losses(), 0
+        self._value, self._packed = Scratch(), Scratch()
         self.originals: dict[str, Tensor] = {}
         """Weights that were ordinary tensors, by name."""
 
@@ -112,15 +115,32 @@ class Encoder:
         if home is not None and home.entry.codec == entry.codec:
             self._values.write_packed(name, home.packed)
             error = home.error
+        elif is_parked(parameter) and self._source is not None:
+            label = getattr(parameter, "_headrace_name", name)
+            error = self._put(name, entry, lambda packed: self._read(label, parameter, entry, packed))
         else:
-            if is_parked(parameter) and self._source is not None:
-                value = torch.empty(parameter.shape, dtype=parameter.dtype)
-                self._source.read_into(getattr(parameter, "_headrace_name", name), value)
-            else:
-                value = self.originals[name] = parameter.data
-            self._values.write_weight(name, value)
-            error = error_of(entry, value, self._values.read_packed(name))
+            value = self.originals[name] = parameter.data
+            error = self._put(name, entry, lambda packed: _encode(entry, value, packed))
         self._losses.add(entry, error)
+
+    def _put(self, name: str, entry: Entry, fill: Callable[[Tensor], float]) -> float:
+        """Let `fill` write the bytes of the weight where they stay, or into memory for one weight on their way there.
+        Returns what it returns."""
+        place = self._values.packed_place(name)
+        packed = self._packed.first(codec_named(str(entry.codec)).nbytes(entry.shape)) if place is None else place
+        error = fill(packed)
+        if place is None:
+            self._values.write_packed(name, packed)
+        return error
+
+    def _read(self, label: str, parameter: nn.Parameter, entry: Entry, packed: Tensor) -> float:
+        error: float | None = self._source.read_packed_into(label, entry, packed)
+        if error is not None:
+            return error
+        value = self._value.first(parameter.numel() * parameter.dtype.itemsize)
+        value = value.view(parameter.dtype).view(parameter.shape)
+        self._source.read_into(label, value)
+        return _encode(entry, value, packed)
 
     def leave(self, name: str, parameter: nn.Parameter) -> None:
         """The weight stays where it is: in the model's own files."""
@@ -134,3 +154,8 @@ class Encoder:
             events.add("files", "frozen weights whose home is the disk are read from the model's own files, without a "
                        "copy; leave the files as they are while the session is open", weights=self._left)  # fmt: skip
         self._losses.tell(events)
+
+
+def _encode(entry: Entry, value: Tensor, packed: Tensor) -> float:
+    pack_into(entry, value, packed)
+    return error_of(entry, value, packed)

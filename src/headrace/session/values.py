@@ -150,6 +150,15 @@ class Values:
         self.wait(unit.index)
         self._put_stored(unit, WEIGHT, index, packed)
 
+    def packed_place(self, name: str) -> Tensor | None:
+        """Where the bytes of a weight with a codec lie, when that is host memory and nowhere else: who fills it for the
+        first time needs no other memory."""
+        ((unit, index, _),) = self.pieces(name)
+        home = self._regions.home(unit.index, "weights")
+        if home is None or home.device.type != "cpu" or self._regions.placement.weights[unit.index] == DEVICE:
+            return None
+        return _view(home, unit.stored, index)
+
     # -- parts as they are stored -------------------------------------------------------------------------------------
 
     def parts(self, name: str) -> dict[str, torch.dtype]:

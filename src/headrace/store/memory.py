@@ -90,6 +90,20 @@ class DeviceArena(Arena):
         super().__init__(_map(nbytes) if device.type == "cpu" else _allocate(nbytes, device), f"memory of {device}")
 
 
+class Scratch:
+    """Host memory for one tensor after the other, as much as the largest of them. It is a mapping of its own: in the C
+    library's heap tensors that come and go leave holes that add up."""
+
+    def __init__(self) -> None:
+        self._arena = HostArena(0)
+
+    def first(self, nbytes: int) -> Tensor:
+        """The first `nbytes` bytes (uint8). What was there before may be anything."""
+        if nbytes > self._arena.nbytes:
+            self._arena = HostArena(nbytes)
+        return self._arena.buffer[:nbytes]
+
+
 def poison(view: Tensor) -> None:
     """Fill bytes with 0xFF: NaN in bf16, fp16, fp32, fp64 and fp8, -1 in signed integers."""
     view.view(torch.uint8).fill_(0xFF)

@@ -30,12 +30,12 @@ from headrace.cli.benchmark.arithmetic import arithmetic_of
 from headrace.cli.benchmark.asked import CUDA_BYTES, Asked, checked
 from headrace.cli.benchmark.measure import Bench
 from headrace.cli.benchmark.peers import compare
-from headrace.cli.benchmark.shapes import POSITIONS, build, with_adapters
+from headrace.cli.benchmark.shapes import POSITIONS, build, is_random, with_adapters
 from headrace.cli.benchmark.told import told
 from headrace.cli.benchmark.work import Work
 from headrace.cli.config_file import ConfigError
 from headrace.cli.signals import Stop, Stopped
-from headrace.hardware.limits import computes_bf16
+from headrace.hardware.limits import computes_bf16, peak_rss
 from headrace.kernels.threads import available_threads, threads
 
 MISTAKES = (DataError, FormatError, ModelError, OptimizerError, OptionError, PlanError)
@@ -152,6 +152,7 @@ class _Runs:
         dtype = getattr(torch, request.dtype)
         model = build(request.model, dtype, request.layers, max(POSITIONS, longest), self._device)
         _refuse_long(model, longest)
+        weights = model._headrace_source if is_random(request.model) else None
         if request.lora is not None:
             model = with_adapters(model, request.lora)
         arithmetic = arithmetic_of(model)
@@ -166,6 +167,7 @@ class _Runs:
         self.report["sessions"].append({
             "opened": opened, "options": options, "placement": str(session.placement),
             "threads": threads(), "events": [str(event) for event in session.events], "rates": None,
+            "opened_peak": peak_rss(), "not_encoded": 0 if weights is None else weights.not_encoded,
         })  # fmt: skip
         embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
         vocabulary = embedding.weight.shape[0]

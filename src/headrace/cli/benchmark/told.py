@@ -21,7 +21,11 @@ def told(report: Found) -> Iterator[str]:
     yield (f"{report['model']}{size}, {report['dtype']}, {compiled}, on {machine['device']}{card}, "
            f"{machine['cpus']} CPUs, torch {machine['torch']}, headrace {report['headrace']}")  # fmt: skip
     for number, session in enumerate(report["sessions"], 1):
-        yield f"session {number}: opened in {session['opened']:.1f} s; {session['placement']}"
+        yield (f"session {number}: opened in {session['opened']:.1f} s, host peak until then "
+               f"{format_bytes(session['opened_peak'])}; {session['placement']}")  # fmt: skip
+        if session["not_encoded"]:
+            yield (f"  {session['not_encoded']} compressed matrices are random codes and scales, filled in as they are "
+                   "stored: no numbers were encoded")  # fmt: skip
     for work in report["works"]:
         yield ""
         if "error" in work:
