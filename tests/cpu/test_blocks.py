@@ -10,7 +10,7 @@ from torch import nn
 
 import headrace
 import tiny_checkpoints
-from against_plain import Block, Toy, assert_equal, batch, sgd, streamed, toy, toy_loss, weights
+from against_plain import Block, Toy, assert_equal, batch, sgd, streamed, toy, toy_loss, trains_alike, weights
 from headrace.base.errors import ModelError, OptionError
 from headrace.base.events import EventLog
 from headrace.model.blocks import find_blocks
@@ -79,6 +79,34 @@ def test_small_stacks_beside_large_ones_stay_resident() -> None:
     model = toy(blocks=[Block(20, 600) for _ in range(6)])
     model.extra = nn.ModuleList(nn.LayerNorm(4) for _ in range(3))
     assert names(model) == [("blocks", 6)]
+
+
+class Stages(Toy):
+    """Its blocks lie in a list of lists, of one block and of three, or in dicts."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__([])
+        parts = [[Block(20, 27)], [Block(20, 27) for _ in range(3)]]
+        named = [{f"part{number}": block for number, block in enumerate(part)} for part in parts]
+        groups = [nn.ModuleList(part) for part in parts] if kind == "list" else [nn.ModuleDict(part) for part in named]
+        self.blocks = nn.ModuleList(groups)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for group in self.blocks:
+            for block in group.values() if isinstance(group, nn.ModuleDict) else group:
+                x = block(x)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
+@pytest.mark.parametrize("kind", ["list", "dict"])
+def test_lists_in_a_list(kind: str) -> None:
+    """Nobody calls the inner ones: their members are the blocks."""
+    torch.manual_seed(0)
+    model = Stages(kind)
+    assert names(model) == names(model, "blocks") == [("blocks", 4)]
+    trains_alike(model, "cpu")
 
 
 def test_blocks_may_be_named_or_given() -> None:

@@ -63,8 +63,14 @@ def _size(module: nn.Module) -> int:
 
 
 def _children(module: nn.Module) -> list[nn.Module]:
-    """Children in order, repeated ones repeated."""
-    return [child for child in module._modules.values() if child is not None and any(True for _ in child.parameters())]
+    """Children in order, repeated ones repeated. Nobody calls a list: in its place are those that it holds."""
+    found = []
+    for child in module._modules.values():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)) and type(child).forward is nn.Module.forward:
+            found += _children(child)
+        elif child is not None and any(True for _ in child.parameters()):
+            found.append(child)
+    return found
 
 
 def _search(module: nn.Module, name: str, least: int) -> list[Stack]:
