@@ -22,9 +22,10 @@ from cpu.test_cli_world import (
     start,
     steps_of,
 )
-from headrace.base.errors import StoreError
+from headrace.base.errors import CheckpointError, StoreError
 from headrace.cli import checkpoints as checkpoints_module
-from headrace.cli.checkpoints import Checkpoints
+from headrace.cli.checkpoints import Checkpoints, identity, refuse_other_run
+from headrace.cli.config import RunConfig
 
 OPTIONS = {"save_every": 2, "keep": 9, "validation": 0.2, "eval_every": 3}
 
@@ -118,6 +119,16 @@ def test_another_run_is_refused_with_all_differences(world: tuple[Path, Path], s
     assert code == 1
     assert "the model differs" in printed
     assert found(output) == ["step-2", "step-4"]
+
+
+def test_an_option_that_a_checkpoint_does_not_know_had_its_default() -> None:
+    """A run goes on after an upgrade that brought options; one of them that changes numbers is a difference."""
+    config = RunConfig(model="m", data=("d",), output="o")
+    then = identity(config, {})
+    del then["options"]["recompute"]
+    refuse_other_run(Path("step-1"), then, identity(config, {}))
+    with pytest.raises(CheckpointError, match="recompute True then, False now"):
+        refuse_other_run(Path("step-1"), then, identity(config.model_copy(update={"recompute": False}), {}))
 
 
 def test_output_of_a_run_is_not_overwritten(world: tuple[Path, Path], straight: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,30 @@ def test_folder_without_a_model(tmp_path: Path, where: str, text: str) -> None:
     assert code == 1
     assert text in printed
     assert "loading" not in printed
+
+
+def test_a_damaged_file_is_named(folder: Path, tmp_path: Path) -> None:
+    """One text, as from every other command."""
+    shutil.copytree(folder, tmp_path / "cut")
+    (path,) = (tmp_path / "cut").glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    code, printed = headrace("sample", str(tmp_path / "cut"), "x")
+    assert code == 1
+    assert printed.splitlines()[-1].startswith(f"error: {path} is shorter than its header says.")
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_packed_weights_are_no_model_of_plain_transformers(folder: Path, tmp_path: Path, adapter: bool) -> None:
+    base, asked = tmp_path / "packed", tmp_path / ("adapter" if adapter else "packed")
+    shutil.copytree(folder, base)
+    next(base.glob("*.safetensors")).rename(base / "packed.safetensors")
+    if adapter:
+        asked.mkdir()
+        shutil.copy(folder / "tokenizer.json", asked)
+        (asked / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    code, printed = headrace("sample", str(asked), "x")
+    assert code == 1 and "loading" not in printed
+    assert f"{base} holds packed weights" in printed and ("headrace merge" in printed) is adapter
 
 
 def test_an_empty_prompt(folder: Path) -> None:

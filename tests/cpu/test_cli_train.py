@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 from dataclasses import fields
 from itertools import takewhile
 from pathlib import Path
@@ -297,6 +298,22 @@ def test_a_run_that_fails_leaves_no_folder(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_disk_that_will_be_too_small_is_told_before_training(
+    world: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Report 72: with the bytes that checkpoints and model will take; a run without checkpoints needs less."""
+    size = sum(value.numel() for value in weights_of(world[0]).values())
+    for options, need in ({"save_every": 1, "keep": 2}, 12 * 3 + 4), ({}, 12 + 4):
+        for free, told in ((size * need - 1, True), (size * need, False)):
+            usage = shutil._ntuple_diskusage(1 << 40, 0, free)
+            monkeypatch.setattr(shutil, "disk_usage", lambda path, usage=usage: usage)
+            output = tmp_path / f"{need} {told}"
+            code, printed = headrace(*arguments(*world, output, steps=1, warmup=0, **options))
+            assert code == 0, printed
+            place = printed.find(f"warning: the disk of {output} will be too small: about ")
+            assert (0 < place < printed.index("step 1/1")) is told
+
+
 def test_a_gpu_that_is_not_there_is_told_before_anything_is_read(world: tuple[Path, Path], tmp_path: Path) -> None:
     code, printed = headrace(*arguments(*world, tmp_path / "out", device="cuda:0"))
     assert code == 2

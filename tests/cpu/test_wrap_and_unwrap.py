@@ -26,6 +26,7 @@ from against_plain import (
 )
 from cpu.test_options import number
 from headrace.base.errors import ModelError, OptimizerError, PlanError, StepError
+from headrace.kernels import ops
 
 
 @pytest.mark.parametrize("given", ["model.safetensors", None, [nn.Linear(2, 2)]])
@@ -62,6 +63,18 @@ def test_autocast_without_weights_that_it_narrows_is_told() -> None:
         with streamed(model, adamw, autocast="bfloat16") as (ours, _):
             kinds = [event.kind for event in headrace.session(ours).events]
             assert ("autocast" in kinds) is told
+
+
+def test_a_preference_without_a_choice_is_told() -> None:
+    with streamed(toy(), prefer="speed") as (ours, _):
+        assert any("prefer='speed' changes nothing" in str(event) for event in headrace.session(ours).events)
+
+
+def test_the_threads_of_the_update_are_told() -> None:
+    """Report 87: how many they are, and how many there could be."""
+    with streamed(toy(), threads=1) as (ours, _):
+        (event,) = [event for event in headrace.session(ours).events if event.kind == "threads"]
+        assert event.numbers == {"threads": 1, "cpus": ops.available_threads()}
 
 
 @pytest.mark.parametrize("disk", [True, False])

@@ -149,15 +149,20 @@ class Summed(nn.Module):
 
 
 @pytest.mark.parametrize("weights_on", ["device", "host", "disk"])
-@pytest.mark.parametrize("case", ["fp32", "bf16", "autocast", "narrow"])
+@pytest.mark.parametrize("case", ["fp32", "bf16", "autocast", "narrow", "nf4", "int8"])
 def test_the_recomputed_forward_is_the_forward(tmp_path: Any, weights_on: str, case: str) -> None:
     """Report 9: weights were cast or autocast restored on another path in the recompute. Bit for bit, in each tier."""
     record: dict[int, list[bytes]] = defaultdict(list)
-    model = toy(blocks=[Summed(Block(20, 27), record, number) for number in range(3)])
-    if case == "bf16":
+    quantised = case in ("nf4", "int8")
+    inner = 333 if quantised else 27  # small matrices keep their format
+    model = toy(blocks=[Summed(Block(20, inner), record, number) for number in range(3)])
+    if case == "bf16" or quantised:
         model = model.to(torch.bfloat16)
+    for block in model.blocks if quantised else ():  # the base of what is trained beside it
+        block.inner.up.weight.requires_grad_(False)
+        block.inner.down.weight.requires_grad_(False)
     options: dict[str, Any] = {"placement": {"weights": weights_on, "state": weights_on}, "disk_dir": tmp_path}
-    options |= {"autocast": "bfloat16"} if case == "narrow" else {}
+    options |= {"autocast": "bfloat16"} if case == "narrow" else {"quantize": case} if quantised else {}
     with streamed(model, adamw, **options) as (ours, optimizer):
         for step in range(2):
             record.clear()

@@ -17,11 +17,12 @@ from headrace.cli.progress import waiting_on
 def sample(folder: str, prompt: str, *, max_new_tokens: int, temperature: float, seed: int, chat: bool) -> None:
     """Print `prompt` and what the model in `folder` says after it; with `chat` only the answer.
 
-    Raises ModelError when the folder holds no model, OptionError for an empty prompt, and for `chat` without a chat
-    template.
+    Raises ModelError when the folder holds no model, FormatError when a file of it is damaged, OptionError for an empty
+    prompt, and for `chat` without a chat template.
     """
     base = _base_of(Path(folder))
     _check_folder(Path(folder))
+    _refuse_packed(Path(folder if base is None else base), base is not None)
     places = [Path(folder), *([Path(base)] if base is not None else [])]
     size = sum(path.stat().st_size for place in places for path in place.glob("*.safetensors"))
     with waiting_on(Console(stderr=True, highlight=False))(f"loading the model ({format_bytes(size)})"):
@@ -29,10 +30,15 @@ def sample(folder: str, prompt: str, *, max_new_tokens: int, temperature: float,
         from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
         from transformers.utils import logging
 
+        from headrace.files.safetensors.header import read_header
+
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         tokenizer = _loaded(AutoTokenizer, folder)
         inputs = _inputs(tokenizer, prompt, chat)
+        for place in places:
+            for path in place.glob("*.safetensors"):
+                read_header(path)  # says of a damaged file what is wrong with it
         model = _loaded(AutoModelForCausalLM, folder if base is None else base, dtype="auto")
         if base is not None:
             model = _loaded(peft_library().PeftModel, folder, model=model)
@@ -71,6 +77,18 @@ def _check_folder(folder: Path) -> None:
         raise ModelError(
             f"{folder} holds no tokenizer", "tokenizer.json is missing", "Save it: tokenizer.save_pretrained(folder)"
         )
+
+
+def _refuse_packed(folder: Path, has_adapter: bool) -> None:
+    packed = sorted(path.name for path in folder.glob("packed*.safetensors"))
+    if packed:
+        advice = (
+            "headrace merge makes an ordinary model of it and its adapter" if has_adapter else "sample the original"
+        )
+        raise ModelError(
+            f"{folder} holds packed weights, which plain transformers does not load", f"found {packed[0]}",
+            f"{advice}; in Python headrace.load_model opens it",
+        )  # fmt: skip
 
 
 def _inputs(tokenizer: Any, prompt: str, chat: bool) -> Any:

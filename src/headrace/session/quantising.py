@@ -52,6 +52,8 @@ def fitting(
         asked = AUTO
     marked = any(codec_of(parameter) is not None for parameter in model.parameters())
     if asked != AUTO or marked:
+        if options.prefer != "quality":
+            events.add("quantize", f'prefer={options.prefer!r} changes nothing: it is for quantize="auto"')
         options = replace(options, quantize=None if asked == AUTO else asked)
         return options, *plan(options, events)
     why, least = "", LADDER[-1]

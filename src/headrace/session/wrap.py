@@ -318,11 +318,18 @@ def _open(
 
 def _set_threads(options: Options, device: torch.device, events: EventLog) -> None:
     available = ops.available_threads()
-    if options.threads is not None and options.threads > available:
-        events.add("threads", "fewer threads than asked: more than the CPUs would only take turns",
-                   asked=options.threads, used=available)  # fmt: skip
     own = max(1, available - (2 if device.type == "cuda" else 0))
-    ops.set_threads(own if options.threads is None else min(options.threads, available))
+    used = ops.set_threads(own if options.threads is None else min(options.threads, available))
+    text, numbers = (
+        "of the host's kernels, and the CPUs that this process may use",
+        {"threads": used, "cpus": available},
+    )
+    if options.threads is not None and options.threads > available:
+        text, numbers = (
+            "fewer than asked: more than the CPUs would only take turns",
+            {"asked": options.threads, **numbers},
+        )
+    events.add("threads", text, **numbers)
 
 
 def _tell_kernels(device: torch.device, events: EventLog) -> None:
