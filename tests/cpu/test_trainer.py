@@ -11,9 +11,20 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from against_plain import distance, llama, weights
+from against_plain import assert_close, distance, llama, weights
 from headrace.integrations.transformers import HeadraceTrainer
-from trainer_runs import MODELS, arguments, assert_same_run, both, close, collate, logged, rows, trainer
+from trainer_runs import (
+    MODELS,
+    arguments,
+    assert_same_logs,
+    assert_same_run,
+    both,
+    close,
+    collate,
+    logged,
+    rows,
+    trainer,
+)
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "adamw": {"weight_decay": 0.1, "warmup_steps": 3, "lr_scheduler_type": "cosine"},
@@ -82,6 +93,44 @@ def mean_of_logits(outputs: Any, labels: Tensor, num_items_in_batch: Any = None)
     logits = outputs.logits[:, :-1].float()
     loss = nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1), reduction="sum")
     return 2 * loss / num_items_in_batch
+
+
+class Gradients(transformers.TrainerCallback):
+    """Keeps those of each step, and doubles one of the second."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Tensor]] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        named = dict(objects["model"].named_parameters())
+        self.seen.append({name: p.grad.clone() for name, p in named.items()})
+        if state.global_step == 1:
+            named["lm_head.weight"].grad = 2 * named["lm_head.weight"].grad
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.3])
+def test_callbacks_see_and_change_gradients(clip: float, tmp_path: Path) -> None:
+    """Where the plain Trainer has clipped, they come before the clipping, which is told."""
+    seen, made = [], []
+    for cls in (transformers.Trainer, HeadraceTrainer):
+        callback = Gradients()
+        each = trainer(cls, llama(2), tmp_path, parts={"callbacks": [callback]}, max_grad_norm=clip, max_steps=4)
+        each.train()
+        seen.append(callback.seen)
+        made.append(each)
+    theirs, ours = made
+    told = [str(event) for event in ours.session.events if event.kind == "clipping"]
+    if clip == 0.0:
+        assert_same_logs(ours, theirs, ("loss", "learning_rate"))  # the norm is taken later, of what was changed
+        assert_close(weights(ours.model), weights(theirs.model), 1e-6)
+        assert not told
+    else:
+        text = "Gradients.on_pre_optimizer_step comes before the clipping"
+        assert len(told) == 1 and text in told[0]
+        scale = clip / (logged(theirs, "grad_norm")[0] + 1e-6)
+        seen[1] = [{name: scale * grad for name, grad in seen[1][0].items()}]
+    for step, gradients in enumerate(seen[1]):
+        assert_close(gradients, seen[0][step], 1e-5)
 
 
 def test_compute_loss_func(tmp_path: Path) -> None:

@@ -210,12 +210,23 @@ class StreamedTraining(_Base):
             resume_from_checkpoint, passed_over = checkpoint.newest(str(self.args.output_dir))
             for name in passed_over:
                 self._note("checkpoint", f"{name} is incomplete and passed over")
+        self._tell_callbacks()
         try:
             return super().train(resume_from_checkpoint, *others, **named)
         except BaseException:
             if self.neftune_noise_alpha is not None and hasattr(self, "neftune_hook_handle"):
                 self.neftune_hook_handle.remove()  # else a second call of train() adds the noise twice
             raise
+
+    def _tell_callbacks(self) -> None:
+        """Which of the user's callbacks come between the Trainer's clipping, which is none here, and the update's."""
+        if not self.args.max_grad_norm:
+            return
+        for callback in self.callback_handler.callbacks:
+            method = type(callback).on_pre_optimizer_step
+            if method.__module__.partition(".")[0] not in ("transformers", "headrace"):
+                text = "comes before the clipping: it sees whole gradients, and what it changes is clipped"
+                self._note("clipping", f"{type(callback).__name__}.on_pre_optimizer_step {text}")
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The next window begins: what a stopped one has left is dropped."""
