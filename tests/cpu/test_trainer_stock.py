@@ -99,6 +99,16 @@ def test_what_cannot_work_is_refused_when_the_trainer_is_made(tmp_path: Path) ->
         trainer(transformers.Trainer, None, tmp_path, parts=parts, max_grad_norm=0.0)
 
 
+def test_arguments_that_change_after_the_trainer_was_made_are_refused(tmp_path: Path) -> None:
+    made = trainer(transformers.Trainer, None, tmp_path, parts=wrapped(llama(2)), max_steps=1)
+    made.args.max_grad_norm = 0.5
+    with pytest.raises(OptionError, match=r"max_grad_norm=1\.0, .* say 0\.5.*HeadraceTrainer, which follows them"):
+        made.train()
+    made.args.max_grad_norm = 1.0
+    made.train()
+    assert headrace.session(made.model).steps == 1
+
+
 # -- headrace.AdamW -------------------------------------------------------------------------------------------------
 
 

@@ -59,6 +59,15 @@ class HeadraceCallback(RunRecorder):
             session.events.add("log", text, report_to=", ".join(args.report_to))
         self._meter = Meter(session)
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        """The arguments may have changed since the Trainer was made, and the session follows none of them."""
+        session = getattr(objects.get("model"), "_headrace_session", None)
+        faults = list(differences(session, args)) if isinstance(session, Session) else []
+        if faults:
+            numbers = f"{len(faults)} arguments changed after the Trainer was made"
+            raise OptionError("; ".join(faults), numbers, "Set them before, or use HeadraceTrainer, which follows them")
+        super().on_train_begin(args, state, control, **objects)
+
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **objects: Any) -> None:
         """Add the fields of a streamed step to training logs."""
         if logs is not None and "loss" in logs and self._meter is not None:
