@@ -146,7 +146,7 @@ class Buffers:
         size = sum(map(len, self._spaces))
         if size != self._size:
             self._size = size
-            self._keys = [(n, key) for n, space in enumerate(self._spaces) for key in space if key not in _TORCHS_OWN]
+            self._keys = [(n, key) for n, space in enumerate(self._spaces) for key in _changing(space)]
             self._places = [(self._spaces[n], name) for n, name in self._keys]
         return [space.get(name, _ABSENT) for space, name in self._places]
 
@@ -183,7 +183,26 @@ class Buffers:
             self._spaces[number][name] = value
 
 
-_TORCHS_OWN = frozenset(nn.Module().__dict__)
+_AS_MADE = frozenset(
+    "_active_adapter _caches _disable_adapters cast_input_dtype_enabled ephemeral_gpu_offload fan_in_fan_out kwargs "
+    "is_target_conv_1d_layer lora_alpha lora_bias lora_variant merged_adapters r scaling use_dora use_rslora".split()
+)
+"""Attributes that say how an adapted layer was made. No forward changes them, and a block has hundreds."""
+_UNCHANGED = frozenset(nn.Module().__dict__) | {
+    "_apply",
+    "_is_hf_initialized",
+    "forward",
+    "in_features",
+    "out_features",
+}
+
+
+def _changing(space: dict[str, Any]) -> Iterator[str]:
+    """The names of a namespace whose values a forward may change."""
+    left_out = _UNCHANGED | _AS_MADE if "lora_alpha" in space else _UNCHANGED
+    return (name for name in space if name not in left_out)
+
+
 _KEPT = (type(None), bool, int, float, str, Tensor, complex)
 _ABSENT = object()
 
