@@ -219,6 +219,14 @@ def test_early_updates(tmp_path: Path) -> None:
     assert_same_run(ours, theirs)
 
 
+def test_guessed_updates(tmp_path: Path) -> None:
+    """The window is declared, so where nothing is clipped the last blocks are updated inside the backward, too."""
+    ours, theirs = both(llama(4), tmp_path, max_grad_norm=1e6)
+    assert_same_run(ours, theirs)
+    told = [str(event) for event in ours.session.events if event.kind == "guesses"]
+    assert len(told) == 1 and "updates of 1 of 4 blocks begin in the backward" in told[0]
+
+
 def test_a_custom_module(tmp_path: Path) -> None:
     """A module that is none of transformers' own, whose loss is a mean that ignores the window."""
     from against_plain import Toy
