@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from headrace.data.table import TokenTable
 from headrace.hardware import limits
 from headrace.report.record import RunRecord
 from headrace.session.samples import Samples
+from headrace.session.surviving import surviving
 
 
 class Loop:
@@ -90,8 +92,7 @@ class Loop:
         chosen = parts.sampler.next()
         labels = parts.train.labels(chosen)
         batches = micro_batches(parts.train, chosen, self._config.batch, parts.pad, parts.flat)
-        loss = headrace.accumulate(lambda batch: self._loss(batch, labels), batches)
-        loss.backward()
+        loss = surviving(parts.session, lambda: self._gradients(batches, labels))
         rate = parts.optimizer.param_groups[0]["lr"]
         parts.optimizer.step()
         parts.scheduler.step()
@@ -110,6 +111,12 @@ class Loop:
             tokens_per_second=round(tokens / seconds, 1), **taken,
         )  # fmt: skip
         display.step(self.step, value, rate, tokens / seconds, taken["device_peak"])
+
+    def _gradients(self, batches: Sequence[dict[str, Tensor]], labels: int) -> Tensor:
+        """The loss of a step, whose gradients wait for their update."""
+        loss = headrace.accumulate(lambda batch: self._loss(batch, labels), batches)
+        loss.backward()
+        return loss
 
     def _loss(self, batch: dict[str, Tensor], labels: int) -> Tensor:
         """A micro-batch's share of the step's loss: its mean, weighted by its part of all `labels`.

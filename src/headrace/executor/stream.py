@@ -60,7 +60,8 @@ class Stream:
         self.looked: Callable[..., None] = lambda writes=False: None  # called when somebody uses or writes weights
         self.grad_place = ""
         """Where the backward visit under way puts its gradients: a gradient slot, or "" for the unit's own region."""
-        self.trial: Callable[..., None] = lambda *given: None  # see model.visit.Stream
+        self.trial: Callable[..., bool] = lambda *given: False  # see model.visit.Stream
+        self.survives: Callable[..., bool] = lambda *given: False  # so too
         self.witness: Callable[..., None] = lambda *given: None  # so too
         self.begun: Callable[[], None] = lambda: None
         """Called at a backward's first visit, before gradients are added."""
@@ -80,7 +81,6 @@ class Stream:
         """Autograd's number of the backward under way."""
         self._early_notes: dict[str, Any] | None = None
         self._updated: set[int] = set()
-        """Units whose update runs inside the backward of this step."""
         self._live: weakref.WeakSet[Pass] = weakref.WeakSet()
 
     @property

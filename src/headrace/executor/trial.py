@@ -1,4 +1,9 @@
-"""One trial pass of a block bounds the device's peak before anything is trained."""
+"""Trial passes of a block bound the device's peak before anything is trained, and find how many rows fit at a time.
+
+The first training visit of a block is one, and each later one of a batch so much larger that the bound of the last, in
+proportion, is beyond the budget. Where a batch does not fit, fewer of its rows pass a block at a time from then on,
+unless the option `rows` has said how many.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,7 @@ from headrace.base.events import EventLog
 from headrace.base.units import format_bytes
 from headrace.executor.head import LOGITS_AT_ONCE
 from headrace.executor.sink import Sink
+from headrace.executor.stream import Stream
 from headrace.model.surroundings import RandomState
 from headrace.model.visit import BlockVisit
 from headrace.spec.model import BLOCK, ModelSpec
@@ -39,7 +45,7 @@ class Rehearsed(Protocol):
 
 @dataclass
 class Trial:
-    """Runs once, in the first training visit of a block on a GPU."""
+    """Bounds what a step takes on a GPU."""
 
     budget: int | None
     sink: Sink
@@ -49,40 +55,112 @@ class Trial:
     """Most bytes of device memory that a step is expected to use."""
     sends: bool = False
     """Inputs of blocks may be sent to RAM although everything else is on the device."""
+    divides: bool = True
+    """Rows of a batch may pass a block one part after the other."""
     guard: Rehearsed | None = None
     guard_bytes: int = 0
     """What its check takes beyond a visit of the block."""
+    largest: int = 0
+    """Rows of the largest micro-batch so far."""
+    _hidden: int = 0
+    """Bytes of the hidden states that the bound is for."""
+    _base: int = 0
+    """Bytes that were allocated before."""
 
-    def __call__(self, visit: BlockVisit, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        """Recompute and differentiate the block on its real arguments, and throw the gradients away."""
+    def __call__(self, visit: BlockVisit, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
+        """Recompute and differentiate the block on its real arguments, and throw the gradients away. Returns whether
+        its forward must run again because fewer rows pass at a time now. Raises PlanError where nothing helps."""
         device = visit.stream.device
-        if self.bound is not None or device.type != "cuda" or not visit.stream.recompute:
-            return
+        self.largest = max(self.largest, _rows(visit))
+        if not measures(device) or not visit.stream.recompute:
+            return False
         hidden = max((t.nbytes for t in (*tensors, *results) if t.is_floating_point()), default=0) * len(visit.calls)
-        base = torch.cuda.memory_allocated(device)
+        if self._fits(hidden):
+            return False
+        base = allocated(device)
         random = RandomState.now(device)
         loss = _loss_bytes(visit.stream.spec, hidden)
         with torch.enable_grad(), self.sink.ignoring():
             needs = [t.is_floating_point() and t.requires_grad for t in tensors]
             grads = [torch.ones_like(r) if r.is_floating_point() else None for r in results]
-            work = _peak(device, lambda: visit.backward(tensors, needs, grads)) - base
+            work = peak(device, lambda: visit.backward(tensors, needs, grads)) - base
             if self.guard is not None:
                 guard = self.guard
-                check = _peak(device, lambda: guard.rehearse(visit, tensors, needs, grads)) - base
+                check = peak(device, lambda: guard.rehearse(visit, tensors, needs, grads)) - base
                 sliced = any(len(call.slices) > 1 for call in visit.calls)
                 if self.budget is not None and base + check + WINDOW_BUFFERS * hidden > self.budget and sliced:
                     guard.whole = False
                     self.events.add("guard", "the device has no room to check a block in one piece: it is checked some "
                                     "rows at a time", block=format_bytes(check))  # fmt: skip
-                    check = _peak(device, lambda: guard.rehearse(visit, tensors, needs, grads)) - base
+                    check = peak(device, lambda: guard.rehearse(visit, tensors, needs, grads)) - base
                 self.guard_bytes = max(0, check - work)
                 work = max(work, check)
         random.restore(device)
-        self.bound = base + max(work, loss) + WINDOW_BUFFERS * hidden + self._inputs(hidden, max(work, loss) + base)
+        most = max(work, loss)
+        self.bound = bound = base + most + WINDOW_BUFFERS * hidden + self._inputs(hidden, most + base)
+        self._hidden, self._base = hidden, base
         self.events.add("memory", f"device memory stays below {format_bytes(self.bound)}",
                         block=format_bytes(work), allocated=format_bytes(base))  # fmt: skip
-        if self.budget is not None and self.bound > self.budget:
-            self._refuse(visit, base, work, loss, hidden)
+        if self.budget is None or self.bound <= self.budget:
+            return False
+        fitting = self._fitting(visit, work, loss, hidden)
+        if fitting and self._lower(visit, fitting):
+            text = f"{fitting} of {_rows(visit)} pass a block at a time: with more a step would not fit"
+            self.events.add("rows", text, needed=format_bytes(bound), allowed=format_bytes(self.budget))
+            return True
+        raise self._refusal(visit, fitting, work, loss, hidden)
+
+    def _fits(self, hidden: int) -> bool:
+        """Whether the bound holds for hidden states of so many bytes, in proportion where they are more than before."""
+        if self.bound is None or hidden <= self._hidden:
+            return self.bound is not None
+        bound = self._base + int((self.bound - self._base) * hidden / max(1, self._hidden))
+        if self.budget is not None and bound > self.budget:
+            return False
+        self.bound, self._hidden = bound, hidden
+        return True
+
+    def survives(self, visit: BlockVisit, reason: str) -> bool:
+        """After the device had no memory for a visit's forward: half as many rows pass a block at a time from now on.
+        False where that cannot be."""
+        now = self._now(visit)
+        if not self._lower(visit, now // 2):
+            return False
+        self._told(now, now // 2, reason)
+        torch.cuda.empty_cache()
+        return True
+
+    def halve(self, stream: Stream, reason: str) -> bool:
+        """The same after a step ran out of memory elsewhere; it must begin anew."""
+        now = min(stream.rows or self.largest, self.largest)
+        if not self.divides or now < 2:
+            return False
+        stream.rows, self.bound = now // 2, None
+        self._told(now, now // 2, reason)
+        torch.cuda.empty_cache()
+        return True
+
+    def _told(self, before: int, after: int, reason: str) -> None:
+        text = f"{after} rows pass a block at a time, not {before}: the device ran out of memory"
+        self.events.add("out of memory", text, said=" ".join(reason.split()[:40]))
+
+    def _lower(self, visit: BlockVisit, rows: int) -> bool:
+        """Let fewer rows pass at a time; False where the block cannot be divided, or has changed what it keeps."""
+        sliced = all(part.bounds is not None for call in visit.calls for part in call.slices)
+        tried = visit.stream.rows is not None and self._now(visit) < _rows(visit)
+        if not self.divides or rows < 1 or visit.block.buffers.change or (tried and not sliced):
+            return False
+        visit.stream.rows, self.bound = rows, None
+        return True
+
+    def _now(self, visit: BlockVisit) -> int:
+        return min(visit.stream.rows or _rows(visit), _rows(visit))
+
+    def _fitting(self, visit: BlockVisit, work: int, loss: int, hidden: int) -> int:
+        """How many rows at a time fit, fewer than now; 0 where none does."""
+        room = self.budget - self._base - WINDOW_BUFFERS * hidden if self.budget is not None else 0
+        now = self._now(visit)
+        return min(now - 1, int(now * room / max(work, 1))) if room >= loss else 0
 
     def _inputs(self, hidden: int, others: int) -> int:
         """Bytes of the blocks' inputs on the device, where they wait for the backward; 0 when they wait in RAM."""
@@ -97,31 +175,27 @@ class Trial:
             return 0
         return size
 
-    def _refuse(self, visit: BlockVisit, base: int, work: int, loss: int, hidden: int) -> None:
-        room = self.budget - base - WINDOW_BUFFERS * hidden if self.budget is not None else 0
-        batch = visit.calls[0].batch or 1
-        rows = min(visit.stream.rows or batch, batch)
-        fitting = int(rows * room / max(work, 1))
-        if room >= loss and fitting >= 1:
+    def _refusal(self, visit: BlockVisit, fitting: int, work: int, loss: int, hidden: int) -> PlanError:
+        advice = "Use shorter sequences, a smaller batch, a smaller window, or more device_memory"
+        if fitting and not self.divides:
             advice = f"Use rows={fitting}: so many rows of the batch at once fit"
-        else:
-            advice = "Use shorter sequences, a smaller batch, a smaller window, or more device_memory"
         if self.guard_bytes:
             advice += f"; without guard_every it is {format_bytes(self.guard_bytes)} less"
-        raise PlanError(
+        rows = self._now(visit)
+        return PlanError(
             f"this batch needs {format_bytes(self.bound or 0)} on the device, not {format_bytes(self.budget or 0)}",
-            f"allocated already {format_bytes(base)} (weights, gradients, libraries' workspaces), a block of {rows} "
-            f"rows {format_bytes(work)} or the loss {format_bytes(loss)}, hidden states of the batch "
+            f"allocated already {format_bytes(self._base)} (weights, gradients, libraries' workspaces), a block of "
+            f"{rows} rows {format_bytes(work)} or the loss {format_bytes(loss)}, hidden states of the batch "
             f"{format_bytes(WINDOW_BUFFERS * hidden)}",
             advice,
         )
 
-    def compare(self, peak: int) -> None:
+    def compare(self, measured: int) -> None:
         """After a whole step: what was promised against what was measured."""
         if self.bound is not None:
-            kind = "memory" if peak <= self.bound else "memory exceeded"
+            kind = "memory" if measured <= self.bound else "memory exceeded"
             self.events.once(
-                "peak", kind, f"measured device peak {format_bytes(peak)}, bound {format_bytes(self.bound)}"
+                "peak", kind, f"measured device peak {format_bytes(measured)}, bound {format_bytes(self.bound)}"
             )
 
 
@@ -138,7 +212,21 @@ def _loss_bytes(spec: ModelSpec, hidden: int) -> int:
     return min(most if heads else LOGITS_AT_ONCE, LOGITS_AT_ONCE) * LOGIT_BYTES + 2 * hidden + widened
 
 
-def _peak(device: torch.device, run: Callable[[], object]) -> int:
+def _rows(visit: BlockVisit) -> int:
+    """Of the largest micro-batch."""
+    return max(call.batch or 1 for call in visit.calls)
+
+
+def measures(device: torch.device) -> bool:
+    """Whether the device counts what is allocated on it."""
+    return device.type == "cuda"
+
+
+def allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device)
+
+
+def peak(device: torch.device, run: Callable[[], object]) -> int:
     """Most bytes of device memory that are allocated while `run` runs."""
     torch.cuda.reset_peak_memory_stats(device)
     run()

@@ -25,6 +25,7 @@ from headrace.integrations.trainer_record import RunRecorder
 from headrace.report.record import TRACES
 from headrace.session.measuring import clip
 from headrace.session.session import Session
+from headrace.session.surviving import surviving
 from headrace.session.wrap import wrap
 
 if TYPE_CHECKING:
@@ -251,12 +252,16 @@ class StreamedTraining(_Base):
             scaled: Tensor = loss if self._is_scaled(num_items_in_batch) else loss / len(window)
             return scaled
 
-        loss = accumulate(loss_of, window)
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             _empty_cache()
-        self.accelerator.backward(loss)
-        return loss.detach()
+
+        def gradients() -> Tensor:
+            loss = accumulate(loss_of, window)
+            self.accelerator.backward(loss)
+            return loss.detach()
+
+        return surviving(self.session, gradients)
 
     def _is_scaled(self, num_items_in_batch: Any) -> bool:
         """Whether `compute_loss` has divided by the window's items, as transformers decides it."""

@@ -21,6 +21,7 @@ from headrace.base.errors import StepError
 from headrace.model import containers, rows
 from headrace.model.anchor import Anchor
 from headrace.model.containers import Packed
+from headrace.model.fitting import fitted
 from headrace.model.handles import passing_graph, refusing_reentrant, weights_as_handles
 from headrace.model.surroundings import Autocast, Buffers, RandomState, Surroundings, recorded_keys, recording
 from headrace.spec.model import ModelSpec
@@ -67,8 +68,10 @@ class Stream(Protocol):
     device: torch.device
     rows: int | None
     recompute: bool
-    trial: Callable[[BlockVisit, Sequence[Tensor], Sequence[Tensor]], None]
-    """Called inside the lease of each forward; bounds the device's peak the first time."""
+    trial: Callable[[BlockVisit, Sequence[Tensor], Sequence[Tensor]], bool]
+    """Called inside the lease of each forward, to bound the device's peak. True: run it again, with fewer rows."""
+    survives: Callable[[BlockVisit, str], bool]
+    """The same after the device had no memory for it, and why."""
     witness: Callable[[BlockVisit, Sequence[Tensor], Sequence[bool], Sequence[Tensor | None]], None]
     """Called inside the lease of each backward, with what `BlockVisit.backward` was given."""
 
@@ -161,10 +164,9 @@ class BlockVisit:
 
     def _forward_call(self, call: Call, tensors: list[Tensor]) -> list[Tensor]:
         call.plan = self._plan(call, tensors)
-        step = self.stream.rows or 0
-        bounds = (
-            [(a, min(a + step, call.batch)) for a in range(0, call.batch, step)] if call.plan and call.batch else [None]
-        )
+        step, bounds = self.stream.rows or 0, list[tuple[int, int] | None]([None])
+        if call.plan and call.batch:
+            bounds = [(a, min(a + step, call.batch)) for a in range(0, call.batch, step)]
         products = []
         for bound in bounds:
             inputs = tensors if bound is None or call.plan is None else rows.take(tensors, call.plan.inputs, *bound)
@@ -181,6 +183,7 @@ class BlockVisit:
     ) -> Packed:
         buffers = self.block.buffers
         slice_ = Slice(bound, Surroundings.now(self.stream.device, buffers))
+        call.slices.append(slice_)
         marks = buffers.marks()
         leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
         product = self._under_gradients(call, leaves, slice_.surroundings.random)
@@ -192,7 +195,6 @@ class BlockVisit:
         buffers.change = buffers.change or buffers.marks() != marks
         if not buffers.change:
             slice_.surroundings.kept = None
-        call.slices.append(slice_)
         return product
 
     def _under_gradients(self, call: Call, leaves: list[Tensor], random: RandomState) -> Packed:
@@ -374,9 +376,7 @@ class VisitFunction(torch.autograd.Function):
     def forward(ctx: Any, visit: BlockVisit, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         with visit.stream.leased(visit, backward=False):
-            results = visit.forward(tensors)
-            if visit.needs_grad:
-                visit.stream.trial(visit, tensors, results)
+            results = fitted(visit, tensors)
             before, written = visit.write_back(tensors, results)
             kept = visit.stream.stash(visit, before)
         ctx.visit = visit

@@ -36,7 +36,7 @@ class Options:
     window: int = 3
     """Weight slots on the device: blocks that are there at a time. More let copies run further ahead."""
     rows: int | None = None
-    """Rows of the batch that run through a block at once. Default: all."""
+    """Rows of the batch that run through a block at once. Default: all, or on a GPU as many as fit."""
     recompute: bool = True
     """Recompute a block's activations in the backward instead of keeping them."""
     accumulation: int | None = None
@@ -64,7 +64,8 @@ class Options:
     verbose: bool = False
     """Log events as warnings, so that they show."""
     check_memory: bool = True
-    """Check the device's peak against the budget with the first batch, before anything is trained."""
+    """Check the device's peak against the budget before anything is trained, with the first batch and with each later one
+    that is much larger. Where a batch does not fit, fewer of its rows pass a block at a time, unless `rows` is given."""
     autocast: str | None = None
     """"bfloat16": an fp32 model is trained under bf16 autocast; its linear weights stream in 16 bits, masters stay
     fp32. Called without autocast, it computes in fp32 with these weights (for GPUs without bf16 arithmetic)."""

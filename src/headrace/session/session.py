@@ -81,7 +81,9 @@ class Session:
         self._tracing = Tracing(self)
         self._watchdog = Watchdog(events, self._executor.seconds)
         self._collections = Collections(events)
-        self._trial = Trial(budgets.device, stream.sink, stream.regions, events, sends=options.placement == "auto")
+        self._trial = Trial(budgets.device, stream.sink, stream.regions, events, sends=options.placement == "auto",
+                            divides=options.rows is None)  # fmt: skip
+        stream.survives = self._trial.survives
         if options.check_memory:
             stream.trial = self._trial
         self.guard: ParityGuard | None = None
