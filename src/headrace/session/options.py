@@ -64,8 +64,8 @@ class Options:
     verbose: bool = False
     """Log events as warnings, so that they show."""
     check_memory: bool = True
-    """Check the device's peak against the budget before anything is trained, with the first batch and with each later one
-    that is much larger. Where a batch does not fit, fewer of its rows pass a block at a time, unless `rows` is given."""
+    """Check the device's peak against the budget before anything is trained: with the first batch, and with later ones
+    that are much larger. Where one does not fit, fewer of its rows pass a block at a time, unless `rows` is given."""
     autocast: str | None = None
     """"bfloat16": an fp32 model is trained under bf16 autocast; its linear weights stream in 16 bits, masters stay
     fp32. Called without autocast, it computes in fp32 with these weights (for GPUs without bf16 arithmetic)."""
