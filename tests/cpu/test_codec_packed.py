@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from headrace import ModelError, OptionError
+from headrace.codec import entries
 from headrace.codec.error import decoded_pieces, relative_error
 from headrace.codec.packed import decode, encode, views
 from headrace.spec.codecs import ALIGNMENT, codec_named
+from headrace.spec.layout import Entry
 
 pytestmark = pytest.mark.usefixtures("backend")
 CODECS = ["int8", "int8/row", "nf4", "nf4+double", "nf4/512+double", "fp8", "nvfp4"]
@@ -187,3 +189,23 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(OptionError, match="not aligned"):
         decode(codec, odd, weight)
     assert ALIGNMENT % 4 == 0
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_weights_of_a_block_are_decoded_together(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call for all that have a codec and a format in common; each weight as when it is decoded alone."""
+    monkeypatch.setenv("HEADRACE_KERNELS", backend)
+    shapes = [(7, 5), (33, 66), (3, 17, 6), (0, 4), (130, 259), (1,)]
+    weights = []
+    for number, (shape, codec) in enumerate(itertools.product(shapes, ["nf4+double", "int8/row", "fp8", "nvfp4"])):
+        dtype = "float32" if number % 5 == 0 else "bfloat16"
+        entry = Entry(f"weight {number}", shape, dtype, False, codec=codec)
+        packed = entries.pack(entry, torch.randn(shape, generator=torch.Generator().manual_seed(number)))
+        weights.append((entry, packed, torch.full(shape, math.nan, dtype=getattr(torch, dtype))))
+    calls = entries.unpacking(weights)
+    assert len(calls) == 4 * 2
+    for call in calls:
+        call()
+    for entry, packed, out in weights:
+        assert torch.equal(out, entries.unpack(entry, packed)), entry
+    assert entries.unpacking([]) == []

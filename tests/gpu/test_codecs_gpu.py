@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
 from torch import Tensor
 
-from headrace.codec.packed import decode, encode
+from headrace.codec.packed import decode, decoding, encode
 from headrace.kernels import ops
 from headrace.spec.codecs import codec_named
 
+packing = pytest.importorskip("headrace.kernels.triton.packing", exc_type=ImportError)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 CODECS = ["int8", "int8/32", "int8/row", "nf4", "nf4/32", "nf4/4096", "nf4+double", "nf4/128+double", "fp8", "nvfp4"]
 SHAPES = [(1,), (7,), (0, 5), (5, 0), (1, 1), (7, 5), (3, 17), (33, 65), (130, 259), (129, 128), (3, 5, 7),
@@ -62,6 +64,39 @@ def test_decoding(text: str, shape: tuple[int, ...], dtype: torch.dtype, monkeyp
     place = guard[256 : 256 + packed.numel()].copy_(packed)
     decode(codec_named(text), place, out)
     assert_same_bits(out, plain(text, packed, out, monkeypatch))
+    assert ops.backend_name("cuda") == "triton", ops.fallback_reason("cuda")
+
+
+@pytest.mark.parametrize("text", CODECS)
+@pytest.mark.parametrize("shapes", [SHAPES, SHAPES[::-1], [(64, 256), (16, 2048), (3, 32, 160)], [(0, 5), (5, 0)]],
+                         ids=["mixed", "reversed", "aligned", "empty"])  # fmt: skip
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_of_a_block_are_decoded_in_one_launch(
+    text: str, shapes: list[tuple[int, ...]], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packed end to end in one region, decoded end to end into one place: each as alone, and nothing between them."""
+    launched = []
+    launch = packing.launch_rows
+    monkeypatch.setattr(packing, "launch_rows", lambda *a, **k: (launched.append(a[1][0]), launch(*a, **k)))
+    codec = codec_named(text)
+    packed = [packed_on_the_cpu(text, torch.randn(shape, generator=torch.Generator().manual_seed(i)))
+              for i, shape in enumerate(shapes)]  # fmt: skip
+    region = torch.cat(packed).cuda()
+    starts = [0, *itertools.accumulate(-(-math.prod(shape) * dtype.itemsize // 256) * 256 + 256 for shape in shapes)]
+    place = torch.full((starts[-1],), 0xAA, dtype=torch.uint8, device="cuda")
+    outs = [place[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            for at, shape in zip(starts, shapes, strict=False)]  # fmt: skip
+    bytes_ = region.split([each.numel() for each in packed])
+    decode_all = decoding(codec, list(zip(bytes_, outs, strict=True)))
+    for _ in range(2):
+        place.fill_(0xAA)
+        decode_all()
+        for one, out in zip(packed, outs, strict=True):
+            assert_same_bits(out, plain(text, one, out, monkeypatch))
+    assert len(launched) == 2
+    for out in outs:
+        out.view(-1).view(torch.uint8).fill_(0xAA)
+    assert (place == 0xAA).all()
     assert ops.backend_name("cuda") == "triton", ops.fallback_reason("cuda")
 
 

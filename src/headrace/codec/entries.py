@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from headrace.codec.error import relative_error
-from headrace.codec.packed import decoding, encode
+from headrace.codec.packed import decode, decoding, encode
 from headrace.spec.codecs import codec_named
 from headrace.spec.layout import Entry
 
@@ -40,13 +40,17 @@ def unpack(entry: Entry, packed: Tensor) -> Tensor:
 
 def unpack_into(entry: Entry, packed: Tensor, out: Tensor) -> None:
     """The same into `out` (the entry's shape), on the current stream. Bytes from elsewhere come to its device first."""
-    unpacking(entry, packed.to(out.device, non_blocking=True), out)()
-
-
-def unpacking(entry: Entry, packed: Tensor, out: Tensor) -> Callable[[], None]:
-    """`unpack_into` of bytes on the device of `out`, to be called whenever they have changed."""
     assert entry.codec is not None
-    return decoding(codec_named(entry.codec), packed, out)
+    decode(codec_named(entry.codec), packed.to(out.device, non_blocking=True), out)
+
+
+def unpacking(weights: Sequence[tuple[Entry, Tensor, Tensor]]) -> list[Callable[[], None]]:
+    """`unpack_into` of these (entry, packed, out), to be called whenever the bytes have changed: one call, and one
+    launch on CUDA, for all that have the same codec and format. All are on one device."""
+    alike: dict[tuple[str | None, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+    for entry, packed, out in weights:
+        alike.setdefault((entry.codec, out.dtype), []).append((packed, out))
+    return [decoding(codec_named(str(codec)), pairs) for (codec, _), pairs in alike.items()]
 
 
 def error_of(entry: Entry, value: Tensor, packed: Tensor) -> float:

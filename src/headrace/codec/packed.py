@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,11 +62,18 @@ def decode(codec: Codec, packed: Tensor, out: Tensor) -> None:
     CUDA it runs on the current stream and never waits. Beside `out` it needs the scales in fp32 on the CPU, and nothing
     on CUDA.
     """
-    decoding(codec, packed, out)()
+    decoding(codec, [(packed, out)])()
 
 
-def decoding(codec: Codec, packed: Tensor, out: Tensor) -> Callable[[], None]:
-    """`decode` of these tensors, to be called any number of times: they are looked at once."""
+def decoding(codec: Codec, weights: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+    """`decode` of all these (packed, out), to be called any number of times: they are looked at once, and decoded in
+    one launch on CUDA. All `out` have one dtype and one device."""
+    calls = [_arguments(codec, packed, out) for packed, out in weights]
+    return packing.decoding(f"{codec.name}_decode_", calls)
+
+
+def _arguments(codec: Codec, packed: Tensor, out: Tensor) -> tuple[Any, ...]:
+    """What the decoder of `codec` is called with."""
     shape = tuple(out.shape)
     parts = views(codec, shape, packed)
     _check_like(out, packed, "out")
@@ -75,14 +82,13 @@ def decoding(codec: Codec, packed: Tensor, out: Tensor) -> Callable[[], None]:
     target = out.detach()
     codes, scales = parts["codes"], parts["scales"]
     if codec.name == "fp8":
-        return partial(packing.fp8_decode_, target.view(matrices(shape)), codes, scales)
+        return target.view(matrices(shape)), codes, scales
     if codec.name == "nvfp4":
-        stack = target.view(matrices(shape))
-        return partial(packing.nvfp4_decode_, stack, codes, scales, parts["tensor_scale"], codec.block_size)
+        return target.view(matrices(shape)), codes, scales, parts["tensor_scale"], codec.block_size
     flat, block = _flat(codec, target)
     if codec.name == "int8":
-        return partial(packing.int8_decode_, flat, codes, scales, block)
-    return partial(packing.nf4_decode_, flat, codes, scales, parts.get("nested_scales"), parts.get("offset"), block)
+        return flat, codes, scales, block
+    return flat, codes, scales, parts.get("nested_scales"), parts.get("offset"), block
 
 
 def views(codec: Codec, shape: tuple[int, ...], packed: Tensor) -> dict[str, Tensor]:

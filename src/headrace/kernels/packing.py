@@ -8,6 +8,11 @@ torch. All backends give the same bits, for any number of threads. A weight that
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,6 +21,7 @@ from headrace.kernels.checks import check_packed
 from headrace.spec.codecs import NESTED_BLOCK
 
 __all__ = [
+    "decoding",
     "fp8_decode_",
     "fp8_encode_",
     "int8_decode_",
@@ -33,6 +39,26 @@ _BYTE = (torch.uint8,)
 _E4M3 = (torch.float8_e4m3fn,)
 
 
+@dataclass(eq=False)
+class Together:
+    """Tensors that one decoder unpacks at once: `calls` are what it would be called with for each of them."""
+
+    kernel: str
+    calls: tuple[tuple[Any, ...], ...]
+    prepared: Any = None
+    """What a backend has worked out about them, so that it need not again."""
+
+
+def decoding(kernel: str, calls: Sequence[tuple[Any, ...]]) -> Callable[[], None]:
+    """What calls `kernel` (the name of a decoder) with each of `calls`, in one launch where the device has launches; to
+    be called any number of times. The tensors, which are looked at now, are on one device, and all `out` of one dtype.
+    """
+    for arguments in calls:
+        _CHECKS[kernel](*arguments)
+    device = calls[0][0].device
+    return partial(call, "decode_all_", device, Together(kernel, tuple(calls)))
+
+
 def int8_encode_(
     codes: Tensor,  # (m, n) int8, written
     scales: Tensor,  # (m, ceil(n / block_size)) fp32, written
@@ -43,7 +69,7 @@ def int8_encode_(
 
     Blocks whose largest magnitude is below 3.8e-37, for which that factor is infinite, become zeros.
     """
-    _check_int8("int8_encode_", codes, scales, weight, block_size)
+    _check_int8("int8_encode_", weight, codes, scales, block_size)
     call("int8_encode_", weight.device, codes, scales, weight, block_size)
 
 
@@ -54,8 +80,7 @@ def int8_decode_(
     block_size: int,
 ) -> None:
     """out = (codes * scale) * (1 / 127)."""
-    _check_int8("int8_decode_", codes, scales, out, block_size)
-    call("int8_decode_", out.device, out, codes, scales, block_size)
+    decoding("int8_decode_", [(out, codes, scales, block_size)])()
 
 
 def nf4_encode_(
@@ -65,7 +90,7 @@ def nf4_encode_(
     block_size: int,  # even
 ) -> None:
     """Codes of the values nearest to weight / scale, scale = the largest magnitude of the block."""
-    _check_nf4("nf4_encode_", codes, scales, None, None, weight, block_size)
+    _check_nf4("nf4_encode_", weight, codes, scales, None, None, block_size)
     call("nf4_encode_", weight.device, codes, scales, weight, block_size)
 
 
@@ -78,8 +103,7 @@ def nf4_decode_(
     block_size: int,
 ) -> None:
     """out = value of the code * scale, where a compressed scale is value * nested scale + offset."""
-    _check_nf4("nf4_decode_", codes, scales, nested_scales, offset, out, block_size)
-    call("nf4_decode_", out.device, out, codes, scales, nested_scales, offset, block_size)
+    decoding("nf4_decode_", [(out, codes, scales, nested_scales, offset, block_size)])()
 
 
 def nest_scales_(
@@ -111,7 +135,7 @@ def fp8_encode_(
     As transformers writes fine-grained fp8 checkpoints. Tiles of zeros, and those that vanish (below 1.4e-36), have
     scale 1.
     """
-    _check_fp8("fp8_encode_", codes, scales, weight)
+    _check_fp8("fp8_encode_", weight, codes, scales)
     call("fp8_encode_", weight.device, codes, scales, weight)
 
 
@@ -121,8 +145,7 @@ def fp8_decode_(
     scales: Tensor,  # (m, ceil(rows / 128), ceil(columns / 128)) fp32
 ) -> None:
     """out = codes * scale."""
-    _check_fp8("fp8_decode_", codes, scales, out)
-    call("fp8_decode_", out.device, out, codes, scales)
+    decoding("fp8_decode_", [(out, codes, scales)])()
 
 
 def nvfp4_encode_(
@@ -137,7 +160,7 @@ def nvfp4_encode_(
     tensor scale = largest magnitude of the matrix / (448 * 6); scale = e4m3(largest of the block / 6 / tensor scale),
     at least 2**-6. A matrix of zeros, or one that vanishes (below 2e-27), has tensor scale 1.
     """
-    _check_nvfp4("nvfp4_encode_", codes, scales, tensor_scale, weight, block_size)
+    _check_nvfp4("nvfp4_encode_", weight, codes, scales, tensor_scale, block_size)
     call("nvfp4_encode_", weight.device, codes, scales, tensor_scale, weight, block_size)
 
 
@@ -149,11 +172,10 @@ def nvfp4_decode_(
     block_size: int,
 ) -> None:
     """out = value of the code * (tensor scale * scale)."""
-    _check_nvfp4("nvfp4_decode_", codes, scales, tensor_scale, out, block_size)
-    call("nvfp4_decode_", out.device, out, codes, scales, tensor_scale, block_size)
+    decoding("nvfp4_decode_", [(out, codes, scales, tensor_scale, block_size)])()
 
 
-def _check_int8(kernel: str, codes: Tensor, scales: Tensor, weight: Tensor, block_size: int) -> None:
+def _check_int8(kernel: str, weight: Tensor, codes: Tensor, scales: Tensor, block_size: int) -> None:
     count, size = _shape(weight, 2)
     check_packed(kernel, "weight", {
         "weight": (weight, _WEIGHTS, (count, size)), "codes": (codes, (torch.int8,), (count, size)),
@@ -162,7 +184,7 @@ def _check_int8(kernel: str, codes: Tensor, scales: Tensor, weight: Tensor, bloc
 
 
 def _check_nf4(
-    kernel: str, codes: Tensor, scales: Tensor, nested_scales: Tensor | None, offset: Tensor | None, weight: Tensor,
+    kernel: str, weight: Tensor, codes: Tensor, scales: Tensor, nested_scales: Tensor | None, offset: Tensor | None,
     block_size: int,
 ) -> None:  # fmt: skip
     count, size = _shape(weight, 2)
@@ -175,7 +197,7 @@ def _check_nf4(
     })  # fmt: skip
 
 
-def _check_fp8(kernel: str, codes: Tensor, scales: Tensor, weight: Tensor) -> None:
+def _check_fp8(kernel: str, weight: Tensor, codes: Tensor, scales: Tensor) -> None:
     count, rows, columns = _shape(weight, 3)
     check_packed(kernel, "weight", {
         "weight": (weight, _WEIGHTS, (count, rows, columns)), "codes": (codes, _E4M3, (count, rows, columns)),
@@ -184,7 +206,7 @@ def _check_fp8(kernel: str, codes: Tensor, scales: Tensor, weight: Tensor) -> No
 
 
 def _check_nvfp4(
-    kernel: str, codes: Tensor, scales: Tensor, tensor_scale: Tensor, weight: Tensor, block_size: int
+    kernel: str, weight: Tensor, codes: Tensor, scales: Tensor, tensor_scale: Tensor, block_size: int
 ) -> None:
     count, rows, columns = _shape(weight, 3)
     check_packed(kernel, "weight", {
@@ -198,3 +220,11 @@ def _check_nvfp4(
 def _shape(weight: Tensor, dimensions: int) -> tuple[int, ...]:
     """The shape of `weight`; of what has another number of dimensions, one that no tensor has."""
     return tuple(weight.shape) if weight.dim() == dimensions else (-1,) * dimensions
+
+
+_CHECKS: dict[str, Callable[..., None]] = {
+    "int8_decode_": partial(_check_int8, "int8_decode_"),
+    "nf4_decode_": partial(_check_nf4, "nf4_decode_"),
+    "fp8_decode_": partial(_check_fp8, "fp8_decode_"),
+    "nvfp4_decode_": partial(_check_nvfp4, "nvfp4_decode_"),
+}

@@ -255,13 +255,15 @@ class Regions:
         """A compressed unit's weights as it computes, and what decodes them."""
         views, decodings = typed(region, unit.stored), list[Callable[[], None]]()
         places = iter(typed(self.places["decoded"], unit.decoded))
+        there = []
         for index, entry in enumerate(unit.weights.entries):
             if entry.codec is not None:
                 packed, views[index] = views[index], next(places)
                 if packed.device == views[index].device:
-                    decodings.append(unpacking(entry, packed, views[index]))
+                    there.append((entry, packed, views[index]))
                 else:
                     decodings.append(partial(unpack_into, entry, packed, views[index]))
+        decodings += unpacking(there)
         return views, decodings
 
     def staged(self, unit: Unit, place: str) -> tuple[Tensor | None, Tensor | None]:

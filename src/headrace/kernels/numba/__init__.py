@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headrace.kernels.numba.gradients import accumulate_, accumulate_squares_, add_rows_, round_squares_, sum_squares
 from headrace.kernels.numba.packing import (
+    decode_all_,
     fp8_decode_,
     fp8_encode_,
     int8_decode_,
@@ -26,6 +27,7 @@ __all__ = [
     "adamw_logged_",
     "adamw_undo_",
     "add_rows_",
+    "decode_all_",
     "fold_logits_",
     "fp8_decode_",
     "fp8_encode_",

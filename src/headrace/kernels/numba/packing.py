@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,6 +13,9 @@ from headrace.kernels.code_tables import nf4_bounds, nf4_values
 from headrace.kernels.numba import packing_loops as loops
 from headrace.kernels.numba.compiled import Array, array, run
 from headrace.kernels.reference.packing import expanded_scales
+
+if TYPE_CHECKING:
+    from headrace.kernels.packing import Together
 
 _HOST = torch.device("cpu")
 
@@ -69,3 +75,17 @@ def _elements(tensor: Tensor) -> Array:
     """The memory of a CPU tensor as an array; fp16 as int16, fp8 as uint8, bf16 as uint16."""
     stand_in = {torch.float16: torch.int16, torch.float8_e4m3fn: torch.uint8}.get(tensor.dtype)
     return array(tensor if stand_in is None else tensor.detach().view(stand_in))
+
+
+_DECODERS: dict[str, Callable[..., None]] = {
+    "int8_decode_": int8_decode_,
+    "nf4_decode_": nf4_decode_,
+    "fp8_decode_": fp8_decode_,
+    "nvfp4_decode_": nvfp4_decode_,
+}
+
+
+def decode_all_(together: Together) -> None:
+    """See `headrace.kernels.packing.decoding`: one after the other."""
+    for arguments in together.calls:
+        _DECODERS[together.kernel](*arguments)

@@ -11,7 +11,7 @@ from headrace.kernels.reference.gradients import (
     sum_squares,
 )
 from headrace.kernels.reference.packing import int8_decode_, int8_encode_, nest_scales_, nf4_decode_, nf4_encode_
-from headrace.kernels.reference.small_floats import fp8_decode_, fp8_encode_, nvfp4_decode_, nvfp4_encode_
+from headrace.kernels.reference.small_floats import decode_all_, fp8_decode_, fp8_encode_, nvfp4_decode_, nvfp4_encode_
 from headrace.kernels.reference.undo import adamw_finish_, adamw_logged_, adamw_undo_
 from headrace.kernels.reference.updates import adamw_, join_master_, sgd_, split_master_
 
@@ -23,6 +23,7 @@ __all__ = [
     "adamw_logged_",
     "adamw_undo_",
     "add_rows_",
+    "decode_all_",
     "fold_logits_",
     "fp8_decode_",
     "fp8_encode_",

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from headrace.kernels.reference.gradients import PIECE
-from headrace.kernels.reference.packing import paired, unpaired
+from headrace.kernels.reference.packing import int8_decode_, nf4_decode_, paired, unpaired
+
+if TYPE_CHECKING:
+    from headrace.kernels.packing import Together
 
 TILE = 128
 E4M3_MAX, E4M3_TINY = 448.0, 2.0**-6  # largest number, smallest normal one
@@ -98,3 +104,17 @@ def _tiled(band: Tensor) -> Tensor:
 def _split_rows(x: Tensor, width: int) -> Tensor:
     padded = torch.nn.functional.pad(x, (0, -x.shape[1] % width))
     return padded.view(x.shape[0], -1, width)
+
+
+_DECODERS: dict[str, Callable[..., None]] = {
+    "int8_decode_": int8_decode_,
+    "nf4_decode_": nf4_decode_,
+    "fp8_decode_": fp8_decode_,
+    "nvfp4_decode_": nvfp4_decode_,
+}
+
+
+def decode_all_(together: Together) -> None:
+    """See `headrace.kernels.packing.decoding`: one after the other."""
+    for arguments in together.calls:
+        _DECODERS[together.kernel](*arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from headrace.kernels.reference import add_rows_, fp8_encode_, int8_encode_, nest_scales_, nf4_encode_, nvfp4_encode_
 from headrace.kernels.triton.cross_entropy import fold_logits_, logit_gradient_
 from headrace.kernels.triton.gradients import accumulate_, accumulate_squares_, round_squares_, sum_squares
-from headrace.kernels.triton.packing import fp8_decode_, int8_decode_, nf4_decode_, nvfp4_decode_
+from headrace.kernels.triton.packing import decode_all_
 from headrace.kernels.triton.updates import adamw_, join_master_, sgd_, split_master_
 
 # add_rows_ is three torch kernels on a few rows: nothing to gain here. Weights are packed once, and on the CPU.
@@ -14,17 +14,14 @@ __all__ = [
     "accumulate_squares_",
     "adamw_",
     "add_rows_",
+    "decode_all_",
     "fold_logits_",
-    "fp8_decode_",
     "fp8_encode_",
-    "int8_decode_",
     "int8_encode_",
     "join_master_",
     "logit_gradient_",
     "nest_scales_",
-    "nf4_decode_",
     "nf4_encode_",
-    "nvfp4_decode_",
     "nvfp4_encode_",
     "round_squares_",
     "sgd_",
