@@ -28,9 +28,9 @@ def place_updates(spec: ModelSpec, placement: Placement, budgets: Budgets, wante
     """
     if wanted == "host" or (wanted == "auto" and budgets.shared):
         return placement, "on the host where their state is in host memory"
-    costs = {"host": float("inf"), "device": 1.0} if wanted == "device" else {"host": 1.0, "device": DEVICE_COST}
+    cost = 0.0 if wanted == "device" else DEVICE_COST
     largest = max((sum(e.padded for e in unit.trained.entries) for unit in spec.units if unit.kind != REST), default=0)
-    placed = replace(placement, updates=_shared(spec, placement, costs), piece=min(PIECE, largest))
+    placed = replace(placement, updates=shared(spec, placement, cost), piece=min(PIECE, largest))
     passing = [unit for unit in spec.units if passes_device(unit, placed)]
     if not passing:
         return placement, "where their state is"
@@ -64,16 +64,20 @@ def place_logs(spec: ModelSpec, placement: Placement, budgets: Budgets) -> tuple
     return replace(placement, logs=count), f"{text}; {format_bytes(count * size)} of logs"
 
 
-def _shared(spec: ModelSpec, placement: Placement, costs: dict[str, float]) -> tuple[str, ...]:
-    """Each unit goes where it would be done first, in the order of the next forward, so that both sides keep pace."""
-    busy = dict.fromkeys(costs, 0.0)
+def shared(spec: ModelSpec, placement: Placement, cost: float) -> tuple[str, ...]:
+    """Where each unit is updated, by index. `cost`: time of an update that passes the device, relative to one on the
+    host; 0.0: all pass that can.
+
+    Each unit goes where it would be done first, in the order of the next forward, so that both sides keep pace.
+    """
+    busy = {HOST: 0.0, DEVICE: 0.0}
     places = []
     for unit in spec.units:
         work = sum(entry.numel for entry in unit.trained.entries)
         place = HOST
         if unit.kind != REST and work and placement.state[unit.index] == HOST == placement.home(unit.index):
-            ends = {side: busy[side] + work * costs[side] for side in costs}
-            place = DEVICE if ends["device"] < ends["host"] else HOST
-            busy[place] = ends[place]
+            passes = not cost or busy[DEVICE] + work * cost < busy[HOST] + work
+            place = DEVICE if passes else HOST
+            busy[place] += work * (cost if passes else 1.0)
         places.append(place)
     return tuple(places)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -147,3 +147,14 @@ class Gradients:
 
 def _reader(read: Callable[[str], Tensor], name: str, dtype: torch.dtype) -> Callable[[], Tensor]:
     return lambda: read(name).to(dtype)
+
+
+def refuse_thawed(frozen: Sequence[nn.Parameter], names: Mapping[int, str]) -> None:
+    """Raise StepError for a weight that was frozen when the model was wrapped and is not any more. `names`: by id."""
+    thawed = [names[id(p)] for p in frozen if p.requires_grad]
+    if thawed:
+        raise StepError(
+            f"{thawed[0]} was frozen when the model was wrapped, and requires a gradient now",
+            f"{len(thawed)} such parameters, which have neither a place for gradients nor optimizer state",
+            "Freeze them again, or call headrace.unwrap(model) and wrap it with an optimizer that holds them",
+        )

@@ -28,8 +28,9 @@ from headrace.plan.place import Budgets
 from headrace.plan.summary import counted
 from headrace.schedule import build
 from headrace.schedule.op import Program
+from headrace.session.adapting import Adapting
 from headrace.session.collections import Collections
-from headrace.session.gradients import Gradients
+from headrace.session.gradients import Gradients, refuse_thawed
 from headrace.session.guessing import Guessing
 from headrace.session.measuring import recorded
 from headrace.session.options import Options
@@ -81,6 +82,7 @@ class Session:
         self._tracing = Tracing(self)
         self._watchdog = Watchdog(events, self._executor.seconds)
         self._collections = Collections(events)
+        self._adapting = Adapting(stream.regions, self._executor.seconds, events, options.update == "auto")
         self._trial = Trial(budgets.device, stream.sink, stream.regions, events, sends=options.placement == "auto",
                             divides=options.rows is None)  # fmt: skip
         stream.survives = self._trial.survives
@@ -104,6 +106,11 @@ class Session:
         return self._stream.placement
 
     plan = placement
+
+    @property
+    def adapting(self) -> bool:
+        """Where updates run may still change, as the first steps have shown how fast they are on each side."""
+        return self._adapting.under_way
 
     @property
     def config(self) -> Options:
@@ -149,17 +156,8 @@ class Session:
         self.check_open()
         self._settled(self._executor.check)
         self._stream.settle()
-        self._check_frozen()
+        refuse_thawed(self._frozen, self._names)
         self._values.hold_rest()
-
-    def _check_frozen(self) -> None:
-        thawed = [self._names[id(p)] for p in self._frozen if p.requires_grad]
-        if thawed:
-            raise StepError(
-                f"{thawed[0]} was frozen when the model was wrapped, and requires a gradient now",
-                f"{len(thawed)} such parameters, which have neither a place for gradients nor optimizer state",
-                "Freeze them again, or call headrace.unwrap(model) and wrap it with an optimizer that holds them",
-            )
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -167,7 +165,7 @@ class Session:
         """Queue the updates of all units that hold gradients. Returns at once; whatever reads weights waits."""
         self.check_open()
         self._settled(self._executor.check)
-        self._check_frozen()
+        refuse_thawed(self._frozen, self._names)
         self._gradients.settle()
         with uninterrupted():  # gradients are either all on their way to their updates, or all still held
             self._queue_updates()
@@ -175,6 +173,7 @@ class Session:
             self._settled(self._executor.check)
         self._watchdog.step(self.steps)
         self._collections.step(self.steps)
+        self._adapting.step(self.steps)
         self._tracing.step_over()
 
     def _queue_updates(self) -> None:
