@@ -20,7 +20,6 @@ from headrace.kernels import ops
 from headrace.optim.ledger import Arrival, Ledger, Verdict
 from headrace.optim.rules import Call, Hyper, Rule
 from headrace.schedule.op import Op
-from headrace.spec.footprint import passes_device
 from headrace.spec.model import REST, Unit
 from headrace.spec.placement import DEVICE
 from headrace.store.regions import DTYPES, Regions, typed
@@ -200,7 +199,7 @@ class Actions:
 
     def _apply(self, op: Op, notes: Notes, scale: float) -> torch.cuda.Event | None:
         calls = self._calls(op, notes["groups"], scale)
-        if op.lane == DEVICE and passes_device(self.regions.spec.units[op.unit], self.regions.placement):
+        if op.lane == DEVICE != self.regions.placement.state[op.unit]:  # as it was placed when its program was built
             return self.on_device.run(calls)
         for call in calls:
             call.run()
