@@ -14,7 +14,7 @@ from headrace.schedule import build
 from headrace.schedule.build import ROWS, Visit
 from headrace.schedule.check import check
 from headrace.schedule.op import Op, Program, parse
-from headrace.spec.model import BLOCK, TILE, ModelSpec
+from headrace.spec.model import BLOCK, REST, TILE, ModelSpec
 from headrace.spec.placement import DEVICE, DISK, HOST, Placement
 from made_specs import cases, made, mixed, placed, visits
 from program_world import World, contents, races, walk
@@ -32,7 +32,8 @@ def train(
         for number in range(micro):
             world.forward(made_visits)
             last = number == micro - 1
-            early = [u.index for u in spec.units if u.kind in (BLOCK, TILE)] if mode == "early" and last else []
+            at_once = [u.index for u in spec.units if u.kind in (BLOCK, TILE) and u.index not in placement.late]
+            early = at_once if mode == "early" and last else []
             world.backward(made_visits, early)
         if mode == "eval":
             world.forward(visits(spec, repeats, grad=False))
@@ -113,6 +114,29 @@ def test_nothing_races_when_gradients_pass_a_ring(ring: int, state: str) -> None
             sends = [op for op in world.programs[1].ops if op.verb == "SEND" and ">q" in op.place]
             assert len(sends) == 6
             assert races(drop_waits(world, lambda text: " SEND " in text and ">q" in text).events)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("offload", [False, True])
+def test_nothing_races_when_some_updates_are_late(tied: bool, offload: bool) -> None:
+    """step() updates the last blocks of the forward, in the order of the next one; their gradients wait in places of
+    their own."""
+    for weights, state, ring in ((HOST, HOST, 1), (HOST, HOST, 3), (DEVICE, HOST, 2), (HOST, DISK, 2)):
+        spec, placement = placed(made(7, tied=tied), weights, state, 2, ring=ring, offload=offload)
+        blocks = [unit.index for unit in spec.units if unit.kind == BLOCK]
+        placement = replace(placement, late=frozenset(blocks[-3:]))
+        for backwards in (2, 1):
+            world = train(spec, placement, 1, 3, backwards, "early")
+            assert not races(world.events)
+            for program in world.programs:
+                assert not check(program) and parse(str(program)) == program
+        backward, step = (next(p for p in world.programs if p.name == name) for name in ("backward", "update"))
+        updated = [[op.unit for op in program.ops if op.verb == "UPDATE"] for program in (backward, step)]
+        rest = [unit.index for unit in spec.units if unit.kind == REST]
+        assert updated[1] == [*rest, *blocks[-3:]]
+        assert sorted(updated[0] + updated[1]) == [unit.index for unit in spec.units if unit.trained.entries]
+        ringed = {op.unit for op in backward.ops if op.verb == "SEND" and ">q" in op.place}
+        assert ringed == set(blocks[:-3])
 
 
 def test_nothing_races_where_gradients_pass_a_ring() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from headrace.plan import updates
 from headrace.plan.place import WORK_SHARE, Budgets, host_bytes
 from headrace.plan.updates import place_logs, place_updates
-from headrace.spec.footprint import footprint, log_place_bytes
-from headrace.spec.model import REST
+from headrace.spec.footprint import footprint, log_place_bytes, round_up
+from headrace.spec.model import BLOCK, REST
 from headrace.spec.placement import DEVICE, HOST, Placement
 from made_specs import made
 
@@ -45,3 +47,23 @@ def test_both_sides_keep_pace() -> None:
             busy[side] += unit.parameters * (updates.DEVICE_COST if side == DEVICE else 1.0)
             assert abs(busy[HOST] - busy[DEVICE]) <= largest * updates.DEVICE_COST
     assert all(busy.values())
+
+
+def test_late_blocks_take_what_is_left_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without clipping: the blocks at the end of the forward, half of them at most; one byte less, and one fewer."""
+    monkeypatch.setattr(updates, "LATE_SHARE", 1000.0)
+    base = replace(BASE, ring=2)
+    blocks = [unit for unit in SPEC.units if unit.kind == BLOCK]
+    size, taken = round_up(blocks[0].grads.nbytes), footprint(SPEC, base).host_bytes
+    for count in range(3):
+        enough = taken + -(-count * size * 4 // 3)
+        placed, text = place_updates(SPEC, base, Budgets(1 << 30, enough, None, False), "host")
+        assert placed.late == {unit.index for unit in blocks[len(blocks) - count :]}
+        assert ("behind the next forward" in text) == bool(count)
+        assert footprint(SPEC, placed).host_bytes == taken + count * size <= enough
+    most, _ = place_updates(SPEC, base, Budgets(1 << 30, 1 << 40, None, False), "host")
+    assert len(most.late) == 2
+    for nowhere in (Budgets(1 << 30, 1 << 40, None, True), Budgets(1 << 30, taken, None, False)):
+        assert not place_updates(SPEC, base, nowhere, "host")[0].late
+    placed, _ = place_updates(SPEC, BASE, Budgets(1 << 30, 1 << 40, None, False), "host")
+    assert not placed.late, "with clipping all updates wait, and all gradients have places"

@@ -305,7 +305,7 @@ class Stream:
             self._widen(visits)
         spec = self.spec if self.weights_wanted else frozen(self.spec)
         units = [unit.index for unit in self.spec.units if unit.kind in (BLOCK, TILE)]
-        early = units if self._early_notes is not None else ()
+        early = [unit for unit in units if unit not in self.placement.late] if self._early_notes is not None else ()
         guessing = self.weights_wanted and not early and len(self._live) == 1
         guessed, guess = self.guess(visits) if guessing else ({}, {})
         program = build.backward(spec, self.placement, visits, self.slots, frozenset(self.held), early, guessed)

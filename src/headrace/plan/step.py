@@ -49,7 +49,8 @@ def programs(subject: Subject, placement: Placement, clips: bool, guesses: bool,
     if placement.offload:
         visits = [build.Visit(v.unit, v.kind, v.grad, saves_input=v.kind == BLOCK) for v in visits]
     order, slots = build.forward_order(spec, visits), (None,) * placement.slots
-    early = [] if clips else [unit.index for unit in spec.units if unit.index != rest_of(subject)]
+    late = {rest_of(subject), *placement.late}
+    early = [] if clips else [unit.index for unit in spec.units if unit.index not in late]
     blocks = list(dict.fromkeys(v.unit for v in reversed(visits) if v.kind == BLOCK))
     able = [unit for unit in blocks if keeps_log(spec.units[unit], placement)] if guesses and clips else []
     guessed = {unit: f"l{number}" for number, unit in enumerate(able[: placement.logs])}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from headrace.base.errors import PlanError
 from headrace.base.units import format_bytes
 from headrace.plan.place import WORK_SHARE, Budgets, host_bytes
-from headrace.spec.footprint import footprint, keeps_log, log_place_bytes, passes_device
+from headrace.spec.footprint import footprint, keeps_log, log_place_bytes, passes_device, round_up
 from headrace.spec.model import REST, ModelSpec
 from headrace.spec.placement import DEVICE, HOST, Placement
 
@@ -21,11 +21,23 @@ LOG_SHARE = 0.55
 """Bytes of logs for each parameter of the model: with clipping a step holds 14 and this."""
 
 
+LATE_SHARE = 0.3
+"""Bytes of gradients of late units for each parameter of the model: without clipping a step holds 12 and this."""
+
+
 def place_updates(spec: ModelSpec, placement: Placement, budgets: Budgets, wanted: str) -> tuple[Placement, str]:
     """The placement with its updates placed, and what was decided. `wanted`: "auto", "host", "device" or "both".
 
     Raises PlanError when the device has no room for the pieces that were asked for.
     """
+    placed, text = _on_sides(spec, placement, budgets, wanted)
+    late = _late(spec, placed, budgets)
+    if late:
+        text += f"; those of the last {len(late)} blocks hide behind the next forward"
+    return replace(placed, late=late), text
+
+
+def _on_sides(spec: ModelSpec, placement: Placement, budgets: Budgets, wanted: str) -> tuple[Placement, str]:
     if wanted == "host" or (wanted == "auto" and budgets.shared):
         return placement, "on the host where their state is in host memory"
     cost = 0.0 if wanted == "device" else DEVICE_COST
@@ -48,6 +60,17 @@ def place_updates(spec: ModelSpec, placement: Placement, budgets: Budgets, wante
         placed,
         f"{len(passing)} of {len(spec.units)} blocks and tiles on the device, in pieces, the others on the host",
     )
+
+
+def _late(spec: ModelSpec, placement: Placement, budgets: Budgets) -> frozenset[int]:
+    """Blocks at the end of the forward, as many as LATE_SHARE and the host's memory allow, but half of all at most."""
+    if not placement.ring or budgets.shared:
+        return frozenset()
+    passing = [u for u in spec.units if u.passes_ring and placement.state[u.index] == HOST == placement.home(u.index)]
+    size = round_up(max((unit.grads.nbytes for unit in passing), default=0))
+    room = budgets.host - host_bytes(footprint(spec, placement), budgets)
+    count = int(min(LATE_SHARE * spec.parameters, room * (1 - WORK_SHARE)) // size) if size else 0
+    return frozenset(unit.index for unit in passing[max(len(passing) - max(count, 0), len(passing) // 2 + 1) :])
 
 
 def place_logs(spec: ModelSpec, placement: Placement, budgets: Budgets) -> tuple[Placement, str]:

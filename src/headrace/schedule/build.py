@@ -263,7 +263,7 @@ def _backward_unit(
             build.add("ADD", "grads", unit, stage, "host",
                       [f"arrived:{stage}", f"grads:u{unit}", f"updated:u{unit}"],
                       [f"grads:u{unit}", f"added:{stage}"], number)  # fmt: skip
-        elif placement.ring and spec.units[unit].passes_ring:
+        elif placement.rings(unit, spec.units[unit].passes_ring):
             ring = rings[unit] = build.turn("q", placement.ring)
             build.add("SEND", "grads", unit, f"{grad}>{ring}", "d2h", [f"grad:{grad}", f"free:{ring}"],
                       [f"sent:{grad}", f"grads:u{unit}"], number)  # fmt: skip

@@ -44,7 +44,7 @@ def stage_bytes(unit: Unit, placement: Placement) -> int:
 
 def ring_bytes(spec: ModelSpec, placement: Placement) -> int:
     """One place of the ring that gradients of blocks pass through."""
-    passing = [unit for unit in spec.units if unit.passes_ring and placement.state[unit.index] != DEVICE]
+    passing = [u for u in spec.units if placement.rings(u.index, u.passes_ring) and placement.state[u.index] != DEVICE]
     return max((unit.grads.nbytes for unit in passing), default=0)
 
 
@@ -154,7 +154,7 @@ def footprint(spec: ModelSpec, placement: Placement) -> Footprint:
             tiers[state]["state"] += round_up(unit.state_bytes)
             if state == DEVICE:
                 device["grads"] += round_up(total_bytes(unit))  # summed there, in fp32
-            elif not (placement.ring and unit.passes_ring):
+            elif not placement.rings(unit.index, unit.passes_ring):
                 host["grads"] += round_up(unit.grads.nbytes)
             if unit.kind == REST and state != DEVICE:
                 device["grads"] += round_up(unit.grads.nbytes)

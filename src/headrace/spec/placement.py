@@ -33,6 +33,9 @@ class Placement:
     """Logs in host memory of updates that are made before the norm of all gradients is known."""
     ring: int = 0
     """Host places that the gradients of blocks pass through, when every block is updated at once. 0: each has one."""
+    late: frozenset[int] = frozenset()
+    """Units that step() updates where the backward updates the others, though their gradients come first: the next
+    forward needs them last, and hides their updates. Their gradients have places of their own and pass no ring."""
     guarded: bool = False
     """Blocks' gradients are checked by fp32 copies now and then: for one block at a time there are places for them."""
 
@@ -47,6 +50,10 @@ class Placement:
         if self.state[unit] == DEVICE:
             return DEVICE
         return self.updates[unit] if self.updates else HOST
+
+    def rings(self, unit: int, passes: bool) -> bool:
+        """The unit's gradients pass the ring. `passes`: they can, see Unit.passes_ring."""
+        return bool(self.ring) and passes and unit not in self.late
 
     @property
     def resident(self) -> bool:

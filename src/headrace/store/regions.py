@@ -111,7 +111,7 @@ class Regions:
             tiers = {"weights": home, "state": state, "grads": grads}
             for region, tier in tiers.items():
                 nbytes = unit.region_bytes(region)
-                if region == "grads" and tier != DEVICE and self.placement.ring and unit.passes_ring:
+                if region == "grads" and tier != DEVICE and self.placement.rings(index, unit.passes_ring):
                     continue
                 if region == "weights" and index in self.files:
                     continue
