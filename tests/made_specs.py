@@ -6,10 +6,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
+from headrace.plan.cards import card_named, machine
+from headrace.plan.decide import Plan, plan
+from headrace.plan.place import Budgets
+from headrace.plan.search import Wanted
+from headrace.plan.subject import Subject, Work
+from headrace.plan.typical import typical
 from headrace.schedule.build import ROWS, Visit
+from headrace.spec.hardware import DiskRates, HardwareProfile, MemoryRoom
 from headrace.spec.layout import Entry, place
 from headrace.spec.model import BLOCK, REST, TILE, Matrix, ModelSpec, StateSpec, Unit
-from headrace.spec.placement import DEVICE, DISK, HOST, Placement
+from headrace.spec.placement import DEVICE, DISK, HOST, KEEP, RECOMPUTE, SEND, Placement
 
 ADAMW = StateSpec(("exp_avg", "exp_avg_sq"))
 PAIRS = [(DEVICE, DEVICE), (DEVICE, HOST), (DEVICE, DISK), (HOST, HOST), (HOST, DISK), (DISK, HOST), (DISK, DISK)]
@@ -52,11 +59,12 @@ def made(
     return ModelSpec(tuple(units), tuple(matrices))
 
 
-def visits(spec: ModelSpec, repeats: int = 1, grad: bool = True, saves: bool = False) -> list[Visit]:
-    """A forward: rows of the embedding, each block `repeats` times, the head's tiles."""
+def visits(spec: ModelSpec, repeats: int = 1, grad: bool = True, placement: Placement | None = None) -> list[Visit]:
+    """A forward: rows of the embedding, each block `repeats` times, the head's tiles; inputs wait as placed."""
     found = [Visit(0, ROWS, grad and bool(spec.units[0].trained.entries))]
     for unit in spec.units:
         if unit.kind == BLOCK:
+            saves = placement is not None and placement.sends(unit.index)
             found += [Visit(unit.index, BLOCK, grad, saves_input=saves)] * repeats
     found += [Visit(tile, TILE, grad) for tile in spec.matrices[-1].tiles]
     return found
@@ -73,16 +81,18 @@ def placed(
 
 
 def cases() -> Iterator[tuple[str, ModelSpec, Placement, int]]:
-    """(name, spec, placement, repeats): every pair of tiers with windows, staging, offload, ties and shared blocks."""
+    """(name, spec, placement, repeats): pairs of tiers with windows, staging, activations, ties and shared blocks."""
     shapes = {
         "plain": {}, "tied": {"tied": True}, "shared": {"repeats": 3}, "frozen": {"frozen": (0, 2)},
         "adapters": {"frozen": (-1, 0, 1)}, "fp32": {"dtype": "float32"},
     }  # fmt: skip
-    for (shape, options), (weights, state), slots, staged, offload in product(
-        shapes.items(), PAIRS, (1, 2, 3, 4), (False, True), (False, True)
+    for (shape, options), (weights, state), slots, staged, ways in product(
+        shapes.items(), PAIRS, (1, 2, 3, 4), (False, True), ((RECOMPUTE,), (SEND,), (KEEP, SEND, RECOMPUTE))
     ):
-        spec, placement = placed(made(**options), weights, state, slots, staged, offload=offload)  # type: ignore[arg-type]
-        name = f"{shape} {weights} {state} slots={slots} staged={staged} offload={offload}"
+        spec = made(**options)  # type: ignore[arg-type]
+        activations = tuple(ways[unit.index % len(ways)] for unit in spec.units)
+        spec, placement = placed(spec, weights, state, slots, staged, activations=activations)
+        name = f"{shape} {weights} {state} slots={slots} staged={staged} {'-'.join(ways)}"
         yield name, spec, placement, int(options.get("repeats", 1))  # type: ignore[call-overload]
 
 
@@ -95,3 +105,24 @@ def mixed(spec: ModelSpec, weights: Sequence[str], state: Sequence[str], slots: 
     placement = Placement(tuple(own), tuple(states), slots, staged=True)
     units = tuple(replace(u, wide_grads=True) if placement.state[u.index] == DEVICE else u for u in spec.units)
     return replace(spec, units=units), placement
+
+
+def rates(shared: bool = False) -> HardwareProfile:
+    """A usual machine, where nothing but what a session allocates is counted."""
+    if shared:
+        found = typical("some processor", "cpu", MemoryRoom(0, 0, 1 << 36, 1 << 36), 2, "DISK", 1 << 40)
+    else:
+        found = machine(card_named("RTX 4090"), 1 << 36, DiskRates("DISK", "", 7e9, 5e9, 7e9, 1 << 40))
+    return replace(found, calibration=replace(found.calibration, context_bytes=0, host_base_bytes=0))
+
+
+def decided(
+    spec: ModelSpec, budgets: Budgets, placement: object = "auto", slots: int | None = 3, work: Work | None = None,
+    profile: HardwareProfile | None = None, **wanted: object,
+) -> Plan:  # fmt: skip
+    """What is decided for a model of one row of 64 tokens at a time, which no one knows unless `work` is given."""
+    dtype = spec.units[0].weights.entries[0].dtype
+    subject = Subject("made", spec, tuple(visits(spec)), 20, dtype=dtype)
+    options = {"update": "host", "logs": False, **wanted}
+    fixed = Wanted(placement, slots, **options)  # type: ignore[arg-type]
+    return plan(subject, budgets, fixed, profile or rates(budgets.shared), work or Work(1, 64), work is not None)

@@ -126,14 +126,14 @@ def test_no_clipping_updates_inside_the_backward() -> None:
 def test_the_options_are_in_force(tmp_path: Path) -> None:
     options = {"window": "2", "rows": "1", "update": "host", "set": "moments=bfloat16", "disk-dir": str(tmp_path)}
     flags = [word for name, value in options.items() for word in (f"--{name}", value)]
-    code, printed = headrace(*TINY, "--work", "2x16", *flags, "--no-recompute", "--placement", "host,disk", "--json",
-                             "--dtype", "float32")  # fmt: skip
+    code, printed = headrace(*TINY, "--work", "2x16", *flags, "--activations", "keep", "--placement", "host,disk",
+                             "--json", "--dtype", "float32")  # fmt: skip
     assert code == 0, printed
     report = report_of(printed)
     used = report["sessions"][0]["options"]
     assert used == {
-        "window": 2, "rows": 1, "update": "host", "moments": "bfloat16", "disk_dir": str(tmp_path), "recompute": False,
-        "placement": {"weights": "host", "state": "disk"}, "device": "cpu", "compile": False,
+        "window": 2, "rows": 1, "update": "host", "moments": "bfloat16", "disk_dir": str(tmp_path),
+        "activations": "keep", "placement": {"weights": "host", "state": "disk"}, "device": "cpu", "compile": False,
         "max_grad_norm": 1.0, "accumulation": 1,
     }  # fmt: skip
     names = {bound["name"] for bound in report["works"][0]["roofline"]}

@@ -53,7 +53,8 @@ def test_every_way_is_told_with_the_same_keys() -> None:
         tokens = each["rows"] * 1024
         assert each["tokens_per_day"] == pytest.approx(tokens / each["seconds_per_step"] * 86400)
     full = found["full"]
-    assert full["disk_write_bytes_per_day"] * full["seconds_per_step"] / 86400 == pytest.approx(8.03e9 * 10, rel=0.01)
+    written = full["disk_write_bytes_per_day"] * full["seconds_per_step"] / 86400
+    assert 0.3 * 8.03e9 * 10 < written < 8.03e9 * 10, "some of the state is in RAM"
     assert found["full-8bit"]["flags"] == found["low-rank"]["flags"] == [], "what is planned only is not run"
     assert "--disk-dir" in full["flags"] and found["lora"]["disk_write_bytes_per_day"] == 0
 
@@ -93,7 +94,7 @@ def test_flags_are_those_that_train_takes(mode: str, tmp_path: Path, monkeypatch
     assert made.batch == found["rows"] and made.sequence_length == 1024
     assert (made.lora is not None) == (mode in ("lora", "qlora"))
     assert made.moments == ("bfloat16" if mode == "full-bf16-moments" else "float32")
-    assert made.placement.weights in ("device", "host", "disk")
+    assert made.placement.weights in ("device", "host", "disk", "auto")
 
 
 def test_the_table_the_reason_and_the_picture(tmp_path: Path) -> None:

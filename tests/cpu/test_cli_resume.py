@@ -125,10 +125,10 @@ def test_an_option_that_a_checkpoint_does_not_know_had_its_default() -> None:
     """A run goes on after an upgrade that brought options; one of them that changes numbers is a difference."""
     config = RunConfig(model="m", data=("d",), output="o")
     then = identity(config, {})
-    del then["options"]["recompute"]
+    del then["options"]["compile"]
     refuse_other_run(Path("step-1"), then, identity(config, {}))
-    with pytest.raises(CheckpointError, match="recompute True then, False now"):
-        refuse_other_run(Path("step-1"), then, identity(config.model_copy(update={"recompute": False}), {}))
+    with pytest.raises(CheckpointError, match="compile False then, True now"):
+        refuse_other_run(Path("step-1"), then, identity(config.model_copy(update={"compile": True}), {}))
 
 
 def test_output_of_a_run_is_not_overwritten(world: tuple[Path, Path], straight: Path) -> None:

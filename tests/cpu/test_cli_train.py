@@ -83,11 +83,13 @@ def test_training_equals_a_plain_loop(world: tuple[Path, Path], tmp_path: Path) 
 ELSEWHERE = {
     "verbose": "every event is printed and recorded", "trace_dir": "OUTPUT/trace", "lr": "the run makes the optimizer",
     "quantize": "load_model has it", "prefer": "quantize.prefer", "debug": "for tests: freed slots read NaN",
+    "batch_shape": "batch and sequence_length say it",
 }  # fmt: skip
 """Options of wrap that are no options of a run, and why."""
 REACHED: dict[str, Any] = {
     "device": "cpu", "device_memory": 1 << 30, "host_memory": 2 << 30, "disk_dir": "spill", "window": 2, "rows": 2,
-    "placement": {"weights": {0: "disk", "*": "host"}, "state": "host", "inputs": "host"}, "recompute": False,
+    "placement": {"weights": {0: "disk", "*": "host"}, "state": "host"}, "activations": {"*": "host", 1: "keep"},
+    "headroom": 0.25,
     "accumulation": 2, "max_grad_norm": 0.7, "moments": "bfloat16", "overlap": False, "update": "host", "threads": 1,
     "on_nonfinite": "stop", "seed": 3, "check_memory": False, "autocast": "bfloat16", "attention": "math",
     "compile": True, "guard_every": 2, "blocks": ("model.layers",), "trace": 1,
@@ -117,6 +119,7 @@ def test_every_option_of_wrap_is_one_of_a_run(
     file.write_text(yaml.safe_dump(own))
     headrace("train", "--config", str(file))
     decided = {"accumulation": 1, "max_grad_norm": 1.0, "seed": 0, "trace_dir": tmp_path / "out" / "trace"}
+    decided["batch_shape"] = (1, 64)  # the positions of the model
     assert asked.pop() == {name: decided.get(name, getattr(Options(), name)) for name in options}
 
 
@@ -176,7 +179,7 @@ def test_only_matrices_decay(world: tuple[Path, Path], tmp_path: Path) -> None:
 
 
 def test_what_differs_from_the_defaults_is_printed_and_all_is_written(world: tuple[Path, Path], tmp_path: Path) -> None:
-    code, printed = headrace(*arguments(*world, tmp_path / "out", window=3, steps=3, device_memory="64MiB"))
+    code, printed = headrace(*arguments(*world, tmp_path / "out", headroom=0.1, steps=3, device_memory="64MiB"))
     assert code == 0
     file = tmp_path / "out" / "run.yaml"
     head, _, rest = printed.partition("\n")
@@ -193,7 +196,7 @@ def test_what_differs_from_the_defaults_is_printed_and_all_is_written(world: tup
     written = yaml.safe_load(file.read_text())
     assert set(written) == set(RunConfig.model_fields)
     assert (written["lr"], written["dtype"], written["steps"], written["model"]) == (0.01, "float32", 3, str(world[0]))
-    assert (written["schedule"], written["window"]) == ("linear", 3)
+    assert (written["schedule"], written["window"], written["update"]) == ("linear", None, "auto")
 
 
 def test_waits_are_told(world: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

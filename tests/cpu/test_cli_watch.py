@@ -76,11 +76,11 @@ def test_the_plan_lies_beside_the_traces(
     was not, an event says so. Nothing is measured because of a trace."""
     monkeypatch.setenv("HEADRACE_CACHE_DIR", str(tmp_path / "cache"))
     code, printed = headrace(*arguments(*world, tmp_path / "unknown", trace=1, steps=1, warmup=0))
-    assert code == 0 and "[plan] no step is foreseen" in printed, printed
+    assert code == 0 and "[foreseen] no step is drawn as planned" in printed, printed
     assert not (tmp_path / "unknown" / "trace" / PLAN).exists() and not (tmp_path / "cache").exists()
     path = cache_path(torch.device("cpu"), None)
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(replace(H200, kind="cpu").to_json()))
+    path.write_text(json.dumps(replace(H200, kind="cpu", measured="2030-01-01").to_json()))
     code, printed = headrace(
         *arguments(*world, tmp_path / "out", trace=1, steps=1, warmup=0, placement="{weights: host, state: host}")
     )
@@ -89,7 +89,7 @@ def test_the_plan_lies_beside_the_traces(
     for verb, count in (("FORWARD", 3), ("BACKWARD", 3), ("LOAD", 3), ("UPDATE", 3)):
         found = [sum(bar.verb == verb for bar in bars) for bars in (planned, measured)]
         assert found[0] == found[1] >= count, (verb, found)
-    (event,) = [event for event in read(tmp_path / "out" / "log.jsonl").events if event["event"] == "plan"]
+    (event,) = [event for event in read(tmp_path / "out" / "log.jsonl").events if event["event"] == "foreseen"]
     assert event["numbers"]["seconds"] >= 0 and event["numbers"]["limiting_lane"] in LANES
     code, printed = headrace("report", str(tmp_path / "out"))
     text = (tmp_path / "out" / "report.html").read_text()

@@ -189,10 +189,11 @@ NON_DEFAULT: dict[str, tuple[Any, Any]] = {
     "validation": (0.1, 0.2), "eval_every": (3, 4), "save_every": (5, 6), "keep": (1, 3), "seed": (8, 9),
     "resume": (True, False), "log": ("/tmp/c", "/tmp/d"), "tokenizer": ("org/c", "org/d"),
     "placement": ({"weights": "host", "state": "host"}, {"weights": "device", "state": "host"}),
+    "headroom": (0.25, "2GiB"), "activations": ("keep", {"*": "host", "0": "keep"}),
     "trace": (3, "every 5"), "max_temperature": (80.5, 70),
     "lora": ({"r": 3, "targets": ["q_proj"]}, {"alpha": 5.0, "dora": True}),
     "quantize": ({"codec": "int8/row"}, "nf4/128+double"), "attention": ("math", "auto"),
-    "compile": (True, False), "recompute": (False, True), "overlap": (False, True), "check_memory": (False, True),
+    "compile": (True, False), "overlap": (False, True), "check_memory": (False, True),
     "update": ("host", "both"), "blocks": (["model.layers"], ["a", "b"]),
 }  # fmt: skip
 
@@ -255,14 +256,15 @@ def test_the_written_configuration_means_the_same_from_anywhere(good: Path, monk
 def test_tiers_by_block_are_those_of_wrap(good: Path) -> None:
     """Also after run.yaml has been written and read: a block's number is a number again."""
     good.write_text(good.read_text() + 'placement: {weights: {0: device, -1: disk, "*": host}}\ndisk_dir: spill\n')
-    given = ("placement.state=host", "placement.weights.1=device", "placement.inputs=host")
+    good.write_text(good.read_text() + 'activations: {-1: keep, "*": host}\n')
+    given = ("placement.state=host", "placement.weights.1=device")
     config, _ = read_config(good, {}, given)
-    asked = {"weights": {0: "device", -1: "disk", "*": "host", 1: "device"}, "state": "host", "inputs": "host"}
+    asked = {"weights": {0: "device", -1: "disk", "*": "host", 1: "device"}, "state": "host"}
     assert config.placement.asked() == asked
     good.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     assert read_config(good, {}, ())[0].placement.asked() == asked
     assert RunConfig().placement.asked() == "auto"
-    assert RunConfig.model_validate({"placement": {"inputs": "device"}}).placement.asked() == {"inputs": "device"}
+    assert config.activations == {-1: "keep", "*": "host"} == read_config(good, {}, ())[0].activations
 
 
 def test_hub_names_stay_as_they_are(good: Path) -> None:

@@ -72,16 +72,16 @@ def window(model: nn.Module, loss: Callable[..., Tensor], step: int) -> None:
 DISK = {"placement": {"weights": "disk", "state": "disk"}}
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], Callable[..., None], dict[str, Any]]] = {
     "plain": (llama, causal, one, {}),
-    "kept": (llama, causal, one, {"recompute": False, "window": 2}),
+    "kept": (llama, causal, one, {"activations": "keep", "window": 2}),
     "rows": (llama, causal, one, {"rows": 2}),
     "window": (llama, causal, window, {}),
     "calls": (llama, causal, calls, {}),
     "bf16": (lambda: llama(dtype=torch.bfloat16), causal, one, {}),
-    "bf16-kept": (lambda: llama(dtype=torch.bfloat16), causal, calls, {"recompute": False}),
+    "bf16-kept": (lambda: llama(dtype=torch.bfloat16), causal, calls, {"activations": "keep"}),
     "bf16-rows": (lambda: llama(dtype=torch.bfloat16), causal, window, {"rows": 1, "max_grad_norm": 0.1}),
     "dropout": (lambda: gpt2(4), causal, one, {}),
     "dropout-rows": (lambda: gpt2(4), causal, window, {"rows": 1}),
-    "dropout-kept": (lambda: gpt2(4), causal, calls, {"recompute": False}),
+    "dropout-kept": (lambda: gpt2(4), causal, calls, {"activations": "keep"}),
     "dropout-bf16": (lambda: gpt2(4, torch.bfloat16), causal, window, {"rows": 2}),
     "tied": (lambda: toy(tied=True), own, one, {"overlap": False}),
     "frozen": (frozen, own, calls, {"max_grad_norm": 0.1}),
@@ -96,7 +96,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], Callable[
     "disk-bf16": (lambda: llama(dtype=torch.bfloat16), causal, one, DISK),
     "device": (llama, causal, calls, {"placement": {"weights": "device", "state": "device"}}),
     "device-bf16": (lambda: llama(dtype=torch.bfloat16), causal, one, {"placement": {"weights": "device"}}),
-    "inputs": (llama, causal, one, {"placement": {"inputs": "host"}}),
+    "inputs": (llama, causal, one, {"activations": "host"}),
 }  # fmt: skip
 
 

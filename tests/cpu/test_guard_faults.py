@@ -113,7 +113,7 @@ def lost_rows(patch: pytest.MonkeyPatch, unit: int) -> None:
 
 FAULTS: dict[str, tuple[Plant, Callable[[], nn.Module], dict[str, Any]]] = {
     "wrong weights": (wrong_weights, llama, {}),
-    "wrong weights, kept": (wrong_weights, llama, {"recompute": False}),
+    "wrong weights, kept": (wrong_weights, llama, {"activations": "keep"}),
     "stale weights": (stale_weights, llama, {}),
     "flipped gradient": (flipped_gradient, llama, {}),
     "flipped gradient, inline": (flipped_gradient, llama, {"overlap": False}),

@@ -39,13 +39,13 @@ from made_specs import PAIRS
         ({"windw": 3}, "unknown option 'windw' (nearest: 'window')"),
         ({"max_norm": 1.0}, "unknown option 'max_norm' (nearest: 'max_grad_norm')"),
         ({"xyzzy": 1}, "unknown option 'xyzzy'"),
-        ({"window": 0}, "window must be a whole number of at least 1, got 0"),
-        ({"window": True}, "window must be a whole number of at least 1, got True"),
-        ({"window": 2.0}, "window must be a whole number of at least 1, got 2.0"),
+        ({"window": 0}, "window must be a whole number of at least 1 or None, got 0"),
+        ({"window": True}, "window must be a whole number of at least 1 or None, got True"),
+        ({"window": 2.0}, "window must be a whole number of at least 1 or None, got 2.0"),
         ({"rows": 0}, "rows must be a whole number of at least 1 or None, got 0"),
         ({"accumulation": "4"}, "accumulation must be a whole number of at least 1 or None, got '4'"),
         ({"threads": -1}, "threads must be a whole number"),
-        ({"recompute": "yes"}, "recompute must be True or False, got 'yes'"),
+        ({"activations": "yes"}, "activations must be one of 'auto', 'keep', 'recompute', 'host', or of the form"),
         ({"overlap": 1}, "overlap must be True or False, got 1"),
         ({"moments": "int8"}, "moments must be one of 'float32', 'bfloat16', got 'int8'"),
         ({"on_nonfinite": "ignore"}, "on_nonfinite must be one of 'skip', 'stop', got 'ignore'"),
@@ -61,8 +61,14 @@ from made_specs import PAIRS
         ({"device": "meta"}, "device is not supported. got 'meta'"),
         ({"device_memory": "8 gallons"}, "device_memory is not a size, got '8 gallons'"),
         ({"host_memory": -5}, "host_memory is not a size, got -5"),
+        ({"headroom": True}, "headroom is not a size, got True"),
+        ({"headroom": -0.1}, "headroom is not a size, got -0.1"),
+        ({"headroom": "most"}, "headroom is not a size, got 'most'"),
+        ({"batch_shape": 8}, "batch_shape must be (rows, tokens), two whole numbers"),
+        ({"batch_shape": (8, 0)}, "batch_shape must be (rows, tokens), two whole numbers"),
+        ({"update": "gpu"}, "update must be one of 'auto', 'host', 'device', 'both', got 'gpu'"),
         ({"placement": 3}, "placement must be"),
-        ({"placement": {"inputs": "disk"}}, "placement of inputs is unknown. got 'disk'"),
+        ({"activations": {"*": "disk"}}, "activations is unknown. got 'disk'"),
         ({"placement": {"moments": "disk"}}, "placement has an unknown region 'moments'"),
         ({"disk_dir": 5}, "disk_dir must be a path or None, got 5"),
         ({"disk_dir": ""}, "disk_dir must be a path or None, got ''"),
@@ -87,13 +93,13 @@ def test_all_faults_are_named_at_once() -> None:
     text = str(caught.value)
     for part in ("'windw'", "window must", "rows must", "device_memory is not a size", "'bogus'", "seed must"):
         assert part in text
-    assert "Options: device, device_memory, host_memory, disk_dir, placement, window" in text
+    assert "Options: device, device_memory, host_memory, headroom, disk_dir, placement, batch_shape, window" in text
 
 
 def test_explicit_values_are_in_force() -> None:
     """Report 59: what the user set is what the session's record says."""
     given: dict[str, Any] = {
-        "device": "cpu", "device_memory": "1GiB", "host_memory": 2 << 30, "window": 2, "rows": 2, "recompute": False,
+        "device": "cpu", "device_memory": "1GiB", "host_memory": 2 << 30, "window": 2, "rows": 2, "activations": "keep",
         "accumulation": 2, "max_grad_norm": 0.7, "moments": "bfloat16", "overlap": False, "threads": 1,
         "on_nonfinite": "stop", "seed": 3, "check_memory": False, "debug": True, "verbose": True,
         "placement": {"weights": "host", "state": "host"},
@@ -211,15 +217,15 @@ def test_the_plan_counts_every_byte_that_is_allocated(
 @pytest.mark.parametrize("weights_on", ["device", "host", "disk"])
 @pytest.mark.parametrize("state_on", ["device", "host", "disk"])
 @pytest.mark.parametrize("window", [1, 2, 3, 5])
-@pytest.mark.parametrize("inputs", [None, "host"])
+@pytest.mark.parametrize("activations", ["auto", "host", "keep"])
 def test_all_pairs_of_tiers_train_or_are_refused(
-    tmp_path: Path, weights_on: str, state_on: str, window: int, inputs: str | None
+    tmp_path: Path, weights_on: str, state_on: str, window: int, activations: str
 ) -> None:
     """Report 79: some combinations of options ended the process. Here: equal numbers, or words."""
     model = toy(tied=True)
     reference = copy.deepcopy(model)
     plain = adamw(reference, foreach=False)
-    placement = {"weights": weights_on, "state": state_on} | ({"inputs": inputs} if inputs else {})
+    placement = {"weights": weights_on, "state": state_on}
     if state_on == "device" and weights_on != "device":
         with pytest.raises(OptionError, match=r"keeps the optimizer state of embed.weight on the device but not its w"):
             headrace.wrap(model, adamw(model), device="cpu", placement=placement, disk_dir=tmp_path)
@@ -227,7 +233,8 @@ def test_all_pairs_of_tiers_train_or_are_refused(
     if "disk" in (weights_on, state_on):
         with pytest.raises(PlanError, match="no disk_dir is given"):
             headrace.wrap(model, adamw(model), device="cpu", placement=placement)
-    with streamed(model, adamw, placement=placement, window=window, disk_dir=tmp_path) as (ours, optimizer):
+    options = {"placement": placement, "window": window, "activations": activations, "disk_dir": tmp_path}
+    with streamed(model, adamw, **options) as (ours, optimizer):  # type: ignore[arg-type]
         for step in range(2):
             for net, driver in ((reference, plain), (ours, optimizer)):
                 toy_loss(net, batch(seed=step)).backward()

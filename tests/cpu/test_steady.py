@@ -17,8 +17,8 @@ from headrace.plan import updates
 from headrace.store.memory import Arena
 
 CASES: dict[str, dict[str, Any]] = {
-    "plain": {}, "rows": {"rows": 1}, "kept activations": {"recompute": False},
-    "inputs on the host": {"placement": {"inputs": "host"}}, "updates on both sides": {"update": "both"},
+    "plain": {}, "rows": {"rows": 1}, "kept activations": {"activations": "keep"},
+    "inputs on the host": {"activations": "host"}, "updates on both sides": {"update": "both"},
     "clipped": {"max_grad_norm": 1e-3}, "guarded": {"guard_every": 1},
     "early updates": {"on_nonfinite": "stop"},
     "disk": {"placement": {"weights": "disk", "state": "disk"}},

@@ -20,13 +20,13 @@ from parity.test_compile import Graphs, ahead
 ROWS = -1
 """The unit of ops that gather rows of an embedding."""
 CASES: dict[str, dict[str, Any]] = {
-    "plain": {}, "inline": {"overlap": False}, "rows": {"rows": 1}, "kept activations": {"recompute": False},
-    "inputs on the host": {"placement": {"inputs": "host"}}, "compiled": {"compile": True},
+    "plain": {}, "inline": {"overlap": False}, "rows": {"rows": 1}, "kept activations": {"activations": "keep"},
+    "inputs on the host": {"activations": "host"}, "compiled": {"compile": True},
     "updates on both sides": {"update": "both"}, "clipped": {"max_grad_norm": 1e-3}, "guarded": {"guard_every": 1},
     "early updates": {"accumulation": True, "on_nonfinite": "stop"},
     "disk": {"placement": {"weights": "disk", "state": "disk"}},
     "guessed": {"guesses": True, "max_grad_norm": 1e9},
-    "all at once": {"guesses": True, "rows": 2, "compile": True, "update": "both", "placement": {"inputs": "host"}},
+    "all at once": {"guesses": True, "rows": 2, "compile": True, "update": "both", "activations": "host"},
 }  # fmt: skip
 RUNS = [(name, 3, 2) for name in CASES] + [(name, *more) for name in CASES for more in ((1, 3), (5, 2))
                                            if name in ("plain", "guessed", "all at once")]  # fmt: skip

@@ -34,7 +34,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "compile modes": ({"torch_compile_mode": "max-autotune"}, "torch_compile_mode='max-autotune'", "leave both out"),
     "paged activations": (
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"offload": True}},
-        "'offload': True", "'inputs'",
+        "'offload': True", "'activations': 'host'",
     ),
     "optimizer arguments": ({"optim_args": "betas=0.5"}, "optim_args has no effect", "adam_beta1"),
 }  # fmt: skip
@@ -118,12 +118,12 @@ def test_options_of_wrap_are_checked_when_the_trainer_is_made(options: Any, told
 
 
 def test_recompute_is_not_switched_on_behind_the_users_back(tmp_path: Path) -> None:
-    """Report 49: recompute=False and activation_checkpointing=True contradict each other; each alone is in force."""
+    """Report 49: activations="keep" and activation_checkpointing=True contradict each other; each alone is in force."""
     with pytest.raises(OptionError, match="drop one of the two"):
-        trainer(HeadraceTrainer, llama(2), tmp_path, gradient_checkpointing=True, options={"recompute": False})
+        trainer(HeadraceTrainer, llama(2), tmp_path, gradient_checkpointing=True, options={"activations": "keep"})
     counts = {}
     flags = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
-    for name, options, changes in (("kept", {"recompute": False}, {}), ("recomputed", {}, flags)):
+    for name, options, changes in (("kept", {"activations": "keep"}, {}), ("recomputed", {}, flags)):
         made = trainer(HeadraceTrainer, llama(2), tmp_path, options=options, max_steps=1, **changes)
         calls: list[int] = []
         made.model.model.layers[0].mlp.register_forward_hook(lambda *given, calls=calls: calls.append(1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from headrace.executor.taken import TakenBlock
 from headrace.model.visit import BlockVisit
 from headrace.optim.rules import Call, Rule
 from headrace.session import tiers
+from headrace.session.options import Options
 from headrace.session.verify import Run, TensorError, Verdict, _failures, resident_bytes, verify
 from headrace.store.regions import Regions
 
@@ -215,12 +217,13 @@ def test_broken_builds_fail(name: str, tmp_path: Path, monkeypatch: pytest.Monke
 def test_weights_on_another_tier_than_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers are right, the plan says what it did; what was asked for is not what happened."""
     room = import_module("headrace.session.wrap")
-    choose = room.choose
+    planned = room.planned
 
-    def elsewhere(spec: Any, budgets: Any, base: Any, choice: Any) -> Any:
-        return choose(spec, budgets, base, {"weights": "host", "state": choice["state"]})
+    def elsewhere(model: Any, anatomy: Any, rule: Any, options: Options, *others: Any) -> Any:
+        asked = {"weights": "host", "state": options.placement["state"]}
+        return planned(model, anatomy, rule, replace(options, placement=asked), *others)
 
-    monkeypatch.setattr(room, "choose", elsewhere)
+    monkeypatch.setattr(room, "planned", elsewhere)
     (run,) = verified(llama(), tmp_path, "disk").runs
     assert all(item.error < 5e-6 for item in run.gradients)
     assert any(text == "tier disk: weights of model.layers.0 are on the host" for text in run.failures)

@@ -135,10 +135,10 @@ def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
 
-@pytest.mark.parametrize("recompute", [True, False])
-def test_a_forward_that_runs_out_runs_again(monkeypatch: pytest.MonkeyPatch, recompute: bool) -> None:
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_a_forward_that_runs_out_runs_again(monkeypatch: pytest.MonkeyPatch, activations: str) -> None:
     plain = llama(3)
-    with streamed(plain, adamw, recompute=recompute) as (ours, optimizer):
+    with streamed(plain, adamw, activations=activations) as (ours, optimizer):
         short = Short(ours, 2, monkeypatch)
         compare(plain, ours, optimizer, [7, 7])
         assert short.asked[0] == 7 and short.asked.count(7) == short.asked.count(3) == 1

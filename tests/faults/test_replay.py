@@ -31,13 +31,13 @@ class NumPy(Python):
 
 
 @pytest.mark.parametrize("block", [Python, NumPy])
-@pytest.mark.parametrize("recompute", [True, False])
-def test_random_numbers_of_python_and_numpy_are_replayed(block: type[Python], recompute: bool) -> None:
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_random_numbers_of_python_and_numpy_are_replayed(block: type[Python], activations: str) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(*[block() for _ in range(3)]), torch.randn(4, 8)
     plain = copy.deepcopy(model)
     tiers = {"weights": "host", "state": "host"}
-    model, _ = headrace.wrap(model, lr=1e-3, device="cpu", placement=tiers, recompute=recompute)
+    model, _ = headrace.wrap(model, lr=1e-3, device="cpu", placement=tiers, activations=activations)
     after = []
     for side in (plain, model):
         random.seed(1)

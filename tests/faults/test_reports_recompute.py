@@ -62,9 +62,9 @@ DROPPING = {
 
 
 @pytest.mark.parametrize("name", DROPPING)
-@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_the_recompute_draws_the_masks_of_the_forward(name: str, recompute: bool, overlap: bool) -> None:
+def test_the_recompute_draws_the_masks_of_the_forward(name: str, activations: str, overlap: bool) -> None:
     """Report 8: gradients belonged to another network than the loss. Same masks as plain, same random stream after."""
     make, vocabulary = DROPPING[name]
     model = make()
@@ -77,7 +77,7 @@ def test_the_recompute_draws_the_masks_of_the_forward(name: str, recompute: bool
         value.backward()
         expected.append(value.item())
     after = torch.rand(3)
-    with streamed(model, recompute=recompute, overlap=overlap) as (ours, _):
+    with streamed(model, activations=activations, overlap=overlap) as (ours, _):
         torch.manual_seed(5)
         for step in range(2):
             value = loss(ours, batch(seed=step, vocabulary=vocabulary))
@@ -194,14 +194,14 @@ class Counting(nn.Module):
         return self.inner(self.norm(x.transpose(1, 2)).transpose(1, 2) + self.mean)
 
 
-@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_buffers_change_once_for_each_forward(recompute: bool, overlap: bool) -> None:
+def test_buffers_change_once_for_each_forward(activations: str, overlap: bool) -> None:
     """Report 10: counters and running statistics were updated a second time by the recompute."""
     model = toy(blocks=[Counting(Block(20, 27)) for _ in range(3)])
     reference = copy.deepcopy(model)
     plain = sgd(reference)
-    with streamed(model, recompute=recompute, overlap=overlap) as (ours, optimizer):
+    with streamed(model, activations=activations, overlap=overlap) as (ours, optimizer):
         for step in range(3):
             for net, driver in ((reference, plain), (ours, optimizer)):
                 toy_loss(net, batch(seed=step)).backward()
@@ -258,7 +258,7 @@ class Choosing(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Square, Choosing])
-@pytest.mark.parametrize("options", [{"recompute": False}, {"recompute": True, "placement": {"inputs": "host"}}])
+@pytest.mark.parametrize("options", [{"activations": "keep"}, {"activations": "host"}])
 def test_views_of_one_storage_keep_apart(kind: type[nn.Module], options: dict[str, Any]) -> None:
     """Reports 13 and 14: offloaded activations were told apart by address. Here whole inputs travel, or all stay."""
     torch.manual_seed(0)
@@ -280,7 +280,7 @@ def test_inputs_that_wait_in_host_memory_come_back_whole() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Square() for _ in range(4)))
     reference = copy.deepcopy(model)
-    with streamed(model, window=2, placement={"inputs": "host"}) as (ours, optimizer):
+    with streamed(model, window=2, activations="host") as (ours, optimizer):
         for rows in (70, 65, 90, 70):  # 16 x 16 floats a row: above 64 KiB
             x = torch.randn(rows, 16, 16, requires_grad=True)
             for net in (reference, ours):
@@ -291,17 +291,17 @@ def test_inputs_that_wait_in_host_memory_come_back_whole() -> None:
         assert report["host"]["activations"] > 0
 
 
-@pytest.mark.parametrize("recompute", [True, False])
-def test_options_decide_how_often_a_block_runs(recompute: bool) -> None:
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_options_decide_how_often_a_block_runs(activations: str) -> None:
     """Report 49: recompute stayed on although it was switched off."""
     model = toy()
-    with streamed(model, recompute=recompute, window=2) as (ours, _):
+    with streamed(model, activations=activations, window=2) as (ours, _):
         counts: Counter[int] = Counter()
         for number, block in enumerate(ours.blocks):
             block.down.register_forward_hook(lambda *_, number=number: counts.update([number]))
-        assert headrace.session(ours).config.recompute is recompute
+        assert headrace.session(ours).config.activations == activations
         toy_loss(ours, batch()).backward()
-        assert set(counts.values()) == ({2} if recompute else {1})
+        assert set(counts.values()) == ({2} if activations == "recompute" else {1})
         counts.clear()
         toy_loss(ours, batch())
         assert set(counts.values()) == {1}

@@ -40,14 +40,14 @@ def six() -> tuple[Any, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 9])
-@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_gradients_do_not_depend_on_the_window(
-    six: tuple[Any, dict[str, Tensor]], window: int, recompute: bool, overlap: bool
+    six: tuple[Any, dict[str, Tensor]], window: int, activations: str, overlap: bool
 ) -> None:
     """Report 1: a slot was given away before the layer's own backward had read it."""
     model, expected = six
-    with streamed(model, window=window, recompute=recompute, overlap=overlap) as (ours, _):
+    with streamed(model, window=window, activations=activations, overlap=overlap) as (ours, _):
         hf_loss(ours, batch(2, 9, vocabulary=257)).backward()
         assert_close(gradients(ours), expected)
 
@@ -66,7 +66,7 @@ def test_values_saved_by_a_block_of_the_users_own_come_from_the_right_slot() -> 
     reference = copy.deepcopy(model)
     toy_loss(reference, batch()).backward()
     for window in (1, 3):
-        with streamed(model, window=window, recompute=False) as (ours, _):
+        with streamed(model, window=window, activations="keep") as (ours, _):
             toy_loss(ours, batch()).backward()
             assert_close(gradients(ours), gradients(reference))
 
@@ -227,9 +227,9 @@ def test_one_graph_backward_twice() -> None:
     """Report 5: two losses of one forward share its graph."""
     model = toy()
     reference = copy.deepcopy(model)
-    for recompute in (True, False):
+    for activations in ("recompute", "keep"):
         reference.zero_grad()
-        with streamed(model, recompute=recompute, window=2) as (ours, _):
+        with streamed(model, activations=activations, window=2) as (ours, _):
             for net in (reference, ours):
                 logits = net(batch())
                 logits.square().mean().backward(retain_graph=True)

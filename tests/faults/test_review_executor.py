@@ -130,7 +130,7 @@ class Continuous(Toy):
 
 
 @pytest.mark.parametrize("state", ["host", "device"])
-@pytest.mark.parametrize("options", [{}, {"recompute": False}, {"accumulation": 1, "on_nonfinite": "stop"}])
+@pytest.mark.parametrize("options", [{}, {"activations": "keep"}, {"accumulation": 1, "on_nonfinite": "stop"}])
 def test_gradients_of_inputs_leave_weights_alone(options: dict[str, Any], state: str) -> None:
     """torch.autograd.grad and backward(inputs=) add nothing to weights' gradients, as in plain PyTorch."""
     torch.manual_seed(0)
@@ -177,7 +177,7 @@ def test_places_of_saved_inputs_are_reused_while_the_loss_lives(overlap: bool) -
     model, ids = wide(), batch(64, 17)
     plain = copy.deepcopy(model)
     driver = sgd(plain)
-    with streamed(model, placement={"inputs": "host"}, overlap=overlap) as (ours, optimizer):
+    with streamed(model, activations="host", overlap=overlap) as (ours, optimizer):
         sizes, losses = [], []
         for _ in range(4):
             for side, theirs in ((plain, driver), (ours, optimizer)):
@@ -197,7 +197,7 @@ def test_frozen_first_visits_still_send_their_inputs() -> None:
     model.embed.requires_grad_(False)
     plain = copy.deepcopy(model)
     toy_loss(plain, ids).backward()
-    with streamed(model, placement={"inputs": "host"}) as (ours, _):
+    with streamed(model, activations="host") as (ours, _):
         toy_loss(ours, ids).backward()
         assert 3 * 64 * 17 * 20 * 4 <= host_bytes(ours) < 4 * 64 * 17 * 20 * 4
         assert_close(gradients(ours), gradients(plain))
@@ -214,7 +214,7 @@ def test_saved_inputs_that_grow_inside_a_pass() -> None:
     torch.manual_seed(0)
     model = Growing()
     plain = copy.deepcopy(model)
-    with streamed(model, placement={"inputs": "host"}) as (ours, _):
+    with streamed(model, activations="host") as (ours, _):
         for rows in (48, 64, 50):
             for side in (plain, ours):
                 side.zero_grad()
@@ -240,7 +240,7 @@ def test_an_input_modified_in_place_is_refused(overlap: bool) -> None:
     model, ids = Careless(), batch(64, 17)
     with pytest.raises(RuntimeError, match="modified by an inplace"):
         toy_loss(copy.deepcopy(model), ids).backward()
-    with streamed(model, placement={"inputs": "host"}, overlap=overlap) as (ours, optimizer):
+    with streamed(model, activations="host", overlap=overlap) as (ours, optimizer):
         with pytest.raises(StepError, match="modified in place"):
             toy_loss(ours, ids).backward()
         optimizer.zero_grad()
@@ -364,8 +364,8 @@ def test_threads_end_with_a_model_that_was_never_closed() -> None:
     "options",
     [
         {},
-        {"recompute": False},
-        {"placement": {"inputs": "host"}},
+        {"activations": "keep"},
+        {"activations": "host"},
         {"accumulation": 1, "on_nonfinite": "stop"},
         {"overlap": False, "rows": 16},
     ],

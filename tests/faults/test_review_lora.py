@@ -52,14 +52,14 @@ def rescaled(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [switched, rescaled], ids=lambda change: change.__name__)
-@pytest.mark.parametrize("recompute", [True, False])
-def test_the_recompute_took_the_adapter_of_the_moment(change: Callable[[Any], None], recompute: bool) -> None:
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_the_recompute_took_the_adapter_of_the_moment(change: Callable[[Any], None], activations: str) -> None:
     """What is switched between forward and backward belongs to the next forward: plain PyTorch differentiates the one
     that was made. The adapters are then as they were switched."""
     model = lora(lora(llama(2)), "other", seed=3)
     model.set_adapter("default")
     plain = copy.deepcopy(model)
-    with streamed(model, all_adapters, recompute=recompute) as (ours, _):
+    with streamed(model, all_adapters, activations=activations) as (ours, _):
         outputs = []
         for net in (plain, ours):
             loss = loss_of(0)(net)
@@ -128,13 +128,13 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("what", WRITTEN)
-@pytest.mark.parametrize("recompute", [True, False])
-def test_a_weight_written_between_forward_and_backward_went_unnoticed(what: str, recompute: bool) -> None:
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_a_weight_written_between_forward_and_backward_went_unnoticed(what: str, activations: str) -> None:
     """Plain PyTorch raises, since the graph needs what it was, and so does a kept graph here; the next step is right
     again. What no gradient needs may be written: that of an embedding does not depend on its weight."""
     model = lora(llama(2), target_modules=ALL)
     plain = copy.deepcopy(model)
-    with streamed(model, adamw, recompute=recompute) as (ours, driver):
+    with streamed(model, adamw, activations=activations) as (ours, driver):
         for net, error in ((plain, RuntimeError), (ours, (StepError, RuntimeError))):
             loss = plain_loss_of(0)(net)
             (name,) = [name for name, _ in net.named_parameters() if name.endswith(WRITTEN[what])]

@@ -88,12 +88,12 @@ class PassingToy(Toy):
         return logits
 
 
-@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
 @pytest.mark.parametrize("carrier", [Carried, Frozen])
-def test_dataclasses_pass_between_blocks(carrier: Any, recompute: bool) -> None:
+def test_dataclasses_pass_between_blocks(carrier: Any, activations: str) -> None:
     model = model_of(*(Passing() for _ in range(3)), kind=PassingToy)
     model.carrier = carrier
-    check(model, recompute=recompute)
+    check(model, activations=activations)
 
 
 def test_what_torch_max_returns_passes_between_blocks() -> None:

@@ -306,15 +306,15 @@ def test_gradients_that_grow_respect_the_host_budget_and_are_reported() -> None:
 
 @pytest.mark.parametrize("blocks", [0, 2, 9])
 def test_saved_inputs_beyond_the_host_budget_stay_on_the_device(blocks: int) -> None:
-    width, tiers = 64, {"weights": "host", "state": "host", "inputs": "host"}
+    width, where = 64, {"placement": {"weights": "host", "state": "host"}, "activations": "host"}
     torch.manual_seed(0)
     model = Toy([Block(width, 27) for _ in range(4)], width=width)
     plain = copy.deepcopy(model)
     ids = batch(rows=16, length=33)
     toy_loss(plain, ids).backward()
     place = round_up(ids.numel() * width * 4)
-    budget = smallest(model, placement=tiers) + blocks * place
-    with streamed(model, placement=tiers, host_memory=budget) as (ours, driver):
+    budget = smallest(model, **where) + blocks * place
+    with streamed(model, **where, host_memory=budget) as (ours, driver):
         session = headrace.session(ours)
         for _ in range(3):
             driver.zero_grad()

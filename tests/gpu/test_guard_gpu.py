@@ -34,7 +34,8 @@ def train(model: Any, optimizer: Any, step: int, rows: int = 3, length: int = 17
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "host": {}, "rows": {"rows": 1}, "kept": {"recompute": False}, "early": {"accumulation": 1, "on_nonfinite": "stop"},
+    "host": {}, "rows": {"rows": 1}, "kept": {"activations": "keep"},
+    "early": {"accumulation": 1, "on_nonfinite": "stop"},
     "disk": {"placement": {"weights": "disk", "state": "disk"}},
     "device": {"placement": {"weights": "device", "state": "device"}},
     "mixed": {"placement": {"weights": "device", "state": "host"}, "max_grad_norm": 0.1},

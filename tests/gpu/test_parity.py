@@ -24,9 +24,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 BF16_ROUNDING = 2.0**-8
 AXES: dict[str, Any] = {
-    "window": (1, 2, 5), "rows": (None, 1, 3), "recompute": (True, False),
+    "window": (1, 2, 5), "rows": (None, 1, 3), "activations": ("recompute", "keep", "host", "mixed"),
     "placement": (("host", "host"), ("disk", "disk"), ("host", "disk"), ("device", "host"), ("device", "device")),
-    "overlap": (True, False), "clip": (None, CLIP), "optimizer": ("sgd", "adamw"), "inputs": ("host", "device"),
+    "overlap": (True, False), "clip": (None, CLIP), "optimizer": ("sgd", "adamw"),
 }  # fmt: skip
 FEWER: dict[str, Any] = {
     **AXES, "window": (2,), "rows": (None, 3), "placement": (("host", "host"), ("disk", "disk"), ("device", "device"))
@@ -64,21 +64,20 @@ def test_family(family: str, choice: dict[str, Any], tmp_path: Path) -> None:
     check(streamed(family, chosen, tmp_path, device="cuda"), want)
 
 
-@pytest.mark.parametrize("recompute", [True, False], ids=("recompute", "keep"))
-@pytest.mark.parametrize("inputs", ["host", "device"])
-def test_dropout(recompute: bool, inputs: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("activations", ["recompute", "keep", "host"])
+def test_dropout(activations: str, tmp_path: Path) -> None:
     """Whole batches draw plain PyTorch's masks from the device's generator."""
     steps = [step for step in STEPS if step.way != "window"]
-    chosen = Case(2, None, recompute, inputs=inputs)
+    chosen = Case(2, None, activations)
     want = plain("gpt2-dropout", "sgd", None, steps, "cuda")
     check(streamed("gpt2-dropout", chosen, tmp_path, steps, device="cuda"), want)
 
 
 def test_rows_with_dropout_recompute_equals_keeping() -> None:
     found = []
-    for recompute in (True, False):
+    for activations in ("recompute", "keep"):
         model = build("gpt2-dropout")
-        model, _ = headrace.wrap(model, sgd(model.parameters()), device="cuda", rows=2, recompute=recompute)
+        model, _ = headrace.wrap(model, sgd(model.parameters()), device="cuda", rows=2, activations=activations)
         with headrace.session(model):
             torch.manual_seed(1)
             causal_loss(model, mover("cuda")(token_batch(5, 7, 2))).backward()
@@ -93,14 +92,14 @@ def body_loss(model: Any, batch: dict[str, Any]) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("recompute", [True, False], ids=("recompute", "keep"))
+@pytest.mark.parametrize("activations", ["host", "keep"])
 @pytest.mark.parametrize("weights", ["host", "disk", "device"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gemma2", "gpt2"])
 def test_bf16_blocks_have_the_bits_of_the_resident_module(
-    name: str, weights: str, recompute: bool, tmp_path: Path
+    name: str, weights: str, activations: str, tmp_path: Path
 ) -> None:
     resident, model = build(name).bfloat16().cuda(), build(name).bfloat16()
-    options = Case(2, None, recompute, weights, weights, inputs="host").options(tmp_path)
+    options = Case(2, None, activations, weights, weights).options(tmp_path)
     model, _ = headrace.wrap(model, adamw(model.parameters()), device="cuda", **options)
     batch = mover("cuda")(token_batch(4, 7, 1))
     with headrace.session(model):

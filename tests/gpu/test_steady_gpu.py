@@ -24,7 +24,7 @@ from headrace.store.memory import Arena
 
 WARM_UP = 4
 CASES: dict[str, dict[str, Any]] = {
-    "plain": {}, "rows": {"rows": 1}, "kept activations": {"recompute": False},
+    "plain": {}, "rows": {"rows": 1}, "kept activations": {"activations": "keep"},
     "updates on both sides": {"update": "both"}, "clipped": {"max_grad_norm": 1e-3, "update": "both"},
     "early updates": {"on_nonfinite": "stop"},
     "disk": {"placement": {"weights": "disk", "state": "disk"}}, "compiled": {"compile": True},

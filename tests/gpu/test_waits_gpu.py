@@ -37,7 +37,7 @@ LAYER = "model/visit.py"
 HOST_LANES = {f"headrace-{name}" for name in ("host", "device", "read", "state", "write")}
 """Threads that work on the host: norms and updates wait there for what has been copied, and nothing waits for them."""
 CASES: dict[str, dict[str, Any]] = {
-    "plain": {}, "rows": {"rows": 1}, "kept activations": {"recompute": False}, "one slot": {"window": 1},
+    "plain": {}, "rows": {"rows": 1}, "kept activations": {"activations": "keep"}, "one slot": {"window": 1},
     "updates on both sides": {"update": "both"}, "clipped": {"max_grad_norm": 1e-3, "update": "both"},
     "guessed": {"max_grad_norm": 1e9}, "early updates": {"on_nonfinite": "stop"},
     "disk": {"placement": {"weights": "disk", "state": "disk"}},

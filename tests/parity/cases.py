@@ -14,6 +14,7 @@ import headrace
 from parity.families import FAMILIES, Batch, build, token_batch
 from parity.reference import OPTIMIZERS, STEPS, Step, Trace, train_plain, train_streamed
 
+MIXED = {"*": "host", 0: "keep", -1: "recompute"}
 CLIP = 0.05
 """Far below the norms of these models' gradients."""
 
@@ -24,14 +25,14 @@ class Case:
 
     window: int = 3
     rows: int | None = None
-    recompute: bool = True
+    activations: str = "recompute"
+    """What becomes of blocks' activations; "mixed": the first keeps its own, inputs of the others wait in RAM but for
+    the last's."""
     weights: str = "host"
     state: str = "host"
     overlap: bool = True
     clip: float | None = None
     optimizer: str = "sgd"
-    inputs: str = "device"
-    """"host": saved inputs of blocks wait in RAM."""
 
     def __str__(self) -> str:
         return "-".join(str(getattr(self, f.name)) for f in fields(self))
@@ -40,17 +41,19 @@ class Case:
         """What `wrap` is given."""
         on_disk = "disk" in (self.weights, self.state)
         return {
-            "window": self.window, "rows": self.rows, "recompute": self.recompute, "overlap": self.overlap,
+            "window": self.window, "rows": self.rows, "overlap": self.overlap,
             "max_grad_norm": self.clip, "disk_dir": disk if on_disk else None, "debug": True,
             "threads": 1,  # two only wait for each other where cores are shared
-            "placement": {"weights": self.weights, "state": self.state, "inputs": self.inputs},
+            "placement": {"weights": self.weights, "state": self.state},
+            "activations": MIXED if self.activations == "mixed" else self.activations,
         }  # fmt: skip
 
 
 PLACEMENTS = (("host", "host"), ("disk", "disk"), ("host", "disk"), ("device", "host"), ("device", "device"))
 AXES: dict[str, Sequence[Any]] = {
-    "window": (1, 2, 5), "rows": (None, 1, 3), "recompute": (True, False), "placement": PLACEMENTS,
-    "overlap": (False, True), "clip": (None, CLIP), "optimizer": ("sgd", "adamw"), "inputs": ("device", "host"),
+    "window": (1, 2, 5), "rows": (None, 1, 3), "placement": PLACEMENTS,
+    "activations": ("recompute", "keep", "host", "mixed"),
+    "overlap": (False, True), "clip": (None, CLIP), "optimizer": ("sgd", "adamw"),
 }  # fmt: skip
 
 

@@ -172,9 +172,9 @@ def upstream(rows: int) -> Tensor:
     return torch.randn(rows, 5, 24, generator=torch.Generator().manual_seed(rows)).bfloat16()
 
 
-@pytest.mark.parametrize("recompute", [True, False], ids=("recompute", "keep"))
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
 @pytest.mark.parametrize("way", ["rows", "window", "rows of a window"])
-def test_what_rows_and_micro_batches_share_is_summed_in_fp32(way: str, recompute: bool, device: str) -> None:
+def test_what_rows_and_micro_batches_share_is_summed_in_fp32(way: str, activations: str, device: str) -> None:
     """A shared argument's gradient is the fp32 sum over all rows, rounded once."""
     plain = BiasedModel().bfloat16().to(device)
     x, bias = upstream(96).to(device), (torch.arange(24) / 24).bfloat16().view(1, 1, 24).repeat(1, 5, 1).to(device)
@@ -186,7 +186,7 @@ def test_what_rows_and_micro_batches_share_is_summed_in_fp32(way: str, recompute
         assert own.grad is not None
         want += own.grad.float()
     model = copy.deepcopy(plain)
-    options: dict[str, Any] = {"rows": None if way == "window" else 1, "recompute": recompute}
+    options: dict[str, Any] = {"rows": None if way == "window" else 1, "activations": activations}
     model, _ = headrace.wrap(model, sgd(model.parameters()), device=device, threads=1, **options)
     with headrace.session(model):
         own = bias.clone().requires_grad_()

@@ -13,7 +13,7 @@ import headrace
 from against_plain import Block, Toy, batch, llama, streamed, toy, toy_loss, trains_alike
 from headrace.base.errors import StepError
 
-WAYS = [{}, {"rows": 1}, {"recompute": False}, {"window": 2, "placement": {"weights": "device", "state": "device"}}]
+WAYS = [{}, {"rows": 1}, {"activations": "keep"}, {"window": 2, "placement": {"weights": "device", "state": "device"}}]
 
 
 class Keeper(Block):
@@ -49,7 +49,7 @@ def test_what_a_block_keeps_from_call_to_call(way: str, options: dict[str, Any],
     trains_alike(Toy([Keeper(way, device) for _ in range(3)]), device, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"recompute": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"activations": "keep"}], ids=str)
 def test_modes_that_change_between_forward_and_backward(options: dict[str, Any], device: str) -> None:
     """As in plain PyTorch, a gradient is that of the forward, whatever the model's mode is by then."""
 
@@ -104,4 +104,4 @@ def test_a_reentrant_checkpoint_inside_a_block_is_refused_in_words(device: str) 
         pytest.raises(StepError, match=r"blocks\.\d holds a checkpoint with use_reentrant"),
     ):
         toy_loss(ours, batch().to(device)).backward()
-    trains_alike(model, device, recompute=False)
+    trains_alike(model, device, activations="keep")

@@ -62,15 +62,16 @@ class Pair:
         headrace.session(self.model).close()
 
 
-KINDS = [(p, o, True) for p in PLACEMENTS for o in (False, True)] + [(p, True, False) for p in PLACEMENTS[:3]]
+KINDS = [(p, o, "host") for p in PLACEMENTS for o in (False, True)]
+KINDS += [(p, True, way) for p in PLACEMENTS[:3] for way in ("keep", "mixed")]
 
 
 @pytest.fixture(params=KINDS, ids=lambda p: "-".join((*p[0], str(p[1]), str(p[2]))))
 def pair(request: Any, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Llama on every placement, inline and overlapped, with inputs that wait in host memory or kept activations."""
     monkeypatch.setattr(stream, "SMALLEST_STASH", 1)
-    placement, overlap, recompute = request.param
-    pair = Pair("llama", device, Case(2, None, recompute, *placement, overlap, inputs="host").options(tmp_path))
+    placement, overlap, activations = request.param
+    pair = Pair("llama", device, Case(2, None, activations, *placement, overlap).options(tmp_path))
     yield pair
     pair.close()
 
@@ -268,7 +269,7 @@ def test_kept_activations_hold_no_slot(name: str, dtype: torch.dtype, window: in
         return square
 
     plain, model = build(name).to(device, dtype), build(name).to(dtype)
-    options = Case(window, None, False).options(Path())
+    options = Case(window, None, "keep").options(Path())
     model, _ = headrace.wrap(model, adamw(model.parameters()), device=device, **options)
     with headrace.session(model):
         for side in (plain, model):
@@ -277,10 +278,10 @@ def test_kept_activations_hold_no_slot(name: str, dtype: torch.dtype, window: in
         assert [n for n in want if not torch.equal(got[n].to(dtype), want[n]) and error(got[n], want[n]) > 1e-6] == []
 
 
-@pytest.mark.parametrize("recompute", [True, False], ids=("recompute", "keep"))
-def test_backward_after_step_is_refused(recompute: bool, device: str) -> None:
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_backward_after_step_is_refused(activations: str, device: str) -> None:
     """As in plain PyTorch: the weights of the forward are gone."""
-    pair = Pair("llama", device, {"recompute": recompute})
+    pair = Pair("llama", device, {"activations": activations})
 
     def act(model: Any) -> Tensor:
         first, late = causal_loss(model, tokens_for(model, 2, 5, 0)), causal_loss(model, tokens_for(model, 2, 5, 1))
@@ -301,13 +302,13 @@ def test_backward_after_step_is_refused(recompute: bool, device: str) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("recompute", [True, False], ids=("recompute", "keep"))
-def test_gradient_checkpointing(reentrant: bool, recompute: bool, device: str) -> None:
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_gradient_checkpointing(reentrant: bool, activations: str, device: str) -> None:
     """Asked for before wrapping, and again after it."""
     plain, model = build("llama").to(device), build("llama")
     kinds = {"use_reentrant": reentrant}
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kinds)  # type: ignore[operator]
-    model, _ = headrace.wrap(model, adamw(model.parameters()), device=device, recompute=recompute, threads=1)
+    model, _ = headrace.wrap(model, adamw(model.parameters()), device=device, activations=activations, threads=1)
     with headrace.session(model) as session:
         for again in (False, True):
             if again:

@@ -41,18 +41,18 @@ def early(name: str, steps: tuple[Step, ...], device: str, options: dict[str, An
 
 AXES: dict[str, Any] = {
     "placement": PLACEMENTS, "name": ("llama", "llama-tied", "sequential"), "steps": ("one", "three", "window"),
-    "recompute": (True, False),
+    "activations": ("host", "keep", "mixed"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("choice", pairwise(AXES), ids=lambda choice: "-".join(map(str, choice.values())))
 def test_early_updates(choice: dict[str, Any], device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    placement, name, recompute = choice["placement"], choice["name"], choice["recompute"]
+    placement, name, activations = choice["placement"], choice["name"], choice["activations"]
     steps = {"one": ONE, "three": THREE, "window": WINDOW}[choice["steps"]]
     monkeypatch.setattr(stream, "SMALLEST_STASH", 1)
     found = []
     for overlap in (False, True):
-        options = Case(2, None, recompute, *placement, overlap, inputs="host").options(tmp_path)
+        options = Case(2, None, activations, *placement, overlap).options(tmp_path)
         trace, ran = early(name, steps, device, options)
         assert ran > 0
         want = plain(name, "adamw", None, steps, device)

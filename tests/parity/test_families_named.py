@@ -30,9 +30,9 @@ from parity.reference import (
 
 CASES = (
     Case(window=1, clip=CLIP, optimizer="adamw"),
-    Case(window=2, rows=1, weights="disk", state="disk", inputs="host"),
-    Case(window=5, rows=3, recompute=False, weights="device", optimizer="adamw"),
-    Case(window=2, rows=3, weights="host", state="disk", overlap=False, inputs="host"),
+    Case(window=2, rows=1, weights="disk", state="disk", activations="host"),
+    Case(window=5, rows=3, activations="keep", weights="device", optimizer="adamw"),
+    Case(window=2, rows=3, weights="host", state="disk", overlap=False, activations="host"),
 )
 STEPS = (
     Step("calls", ((4, 6),)),
@@ -132,14 +132,14 @@ USED_TWICE = {
 ROUNDING = 2.0**-7
 
 
-@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
 @pytest.mark.parametrize("name", [name for name in NAMED if name != "t5"])
-def test_bf16(name: str, recompute: bool, device: str) -> None:
+def test_bf16(name: str, activations: str, device: str) -> None:
     """All rows at once: losses and gradients are the bits of the resident bf16 module, step after step. On a GPU the
     tiles of the head may run other matrix kernels than the resident head, so the loss leaves it out there."""
     reference, model = build(name).bfloat16().to(device), build(name).bfloat16()
     model, driver = headrace.wrap(
-        model, adamw(model.parameters()), device=device, recompute=recompute, window=2, debug=True, threads=1
+        model, adamw(model.parameters()), device=device, activations=activations, window=2, debug=True, threads=1
     )
     family, twice, move = NAMED[name], USED_TWICE.get(name), mover(device)
     loss_of = logits_loss_of if device == "cpu" else body_loss_of
@@ -168,13 +168,13 @@ def test_bf16(name: str, recompute: bool, device: str) -> None:
             reference.load_state_dict(model.state_dict())
 
 
-@pytest.mark.parametrize("recompute", [True, False])
-def test_bf16_of_an_encoder_and_a_decoder(recompute: bool, device: str) -> None:
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_bf16_of_an_encoder_and_a_decoder(activations: str, device: str) -> None:
     """Every decoder block adds to the gradient of the encoder's states, in bf16 and in another order than torch's: no
     further from fp32 than the resident module is."""
     exact, reference, model = build("t5").bfloat16().float(), build("t5").bfloat16(), build("t5").bfloat16()
     exact, reference = exact.to(device), reference.to(device)
-    options: dict[str, Any] = {"recompute": recompute, "debug": True, "threads": 1}
+    options: dict[str, Any] = {"activations": activations, "debug": True, "threads": 1}
     model, _ = headrace.wrap(model, adamw(model.parameters()), device=device, **options)
     batch = mover(device)(NAMED["t5"].batch(4, 6, 1))
     with headrace.session(model):

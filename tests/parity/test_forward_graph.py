@@ -16,7 +16,7 @@ from against_plain import assert_equal, gradients, streamed
 from headrace.base.errors import StepError
 from parity.cases import tokens_for
 
-BOTH = pytest.mark.parametrize("recompute", [True, False], ids=("recompute", "keep"))
+BOTH = pytest.mark.parametrize("activations", ["recompute", "keep"])
 
 
 def t5(attention: str) -> Any:
@@ -45,12 +45,12 @@ def t5_loss(model: Any, number: int = 0) -> Tensor:
 
 @BOTH
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_bf16_t5_has_the_bits_of_the_resident_module(attention: str, recompute: bool, device: str) -> None:
+def test_bf16_t5_has_the_bits_of_the_resident_module(attention: str, activations: str, device: str) -> None:
     """Its loss, and the decoder's gradients: those of encoder states are added up in another order."""
     plain = t5(attention).to(device)
     want = t5_loss(plain)
     want.backward()
-    with streamed(plain, recompute=recompute, device=device) as (model, _):
+    with streamed(plain, activations=activations, device=device) as (model, _):
         loss = t5_loss(model)
         loss.backward()
         assert loss.item() == want.item()
@@ -128,10 +128,10 @@ class Parts(nn.Module):
 
 
 @BOTH
-def test_results_need_a_gradient_where_those_of_plain_pytorch_do(recompute: bool, device: str) -> None:
+def test_results_need_a_gradient_where_those_of_plain_pytorch_do(activations: str, device: str) -> None:
     plain = Parts(Part).to(device)
     x = torch.randn(2, 3, 8).to(device)
-    with streamed(plain, recompute=recompute, device=device) as (model, _):
+    with streamed(plain, activations=activations, device=device) as (model, _):
         for side in (plain, model):
             hidden, side_losses = x, torch.zeros((), device=device)
             needs: list[bool] = []
@@ -230,7 +230,7 @@ def test_tensors_held_by_hooks_hold_no_activations_and_no_gradient(device: str) 
 
 
 @BOTH
-def test_a_graph_that_is_dropped_gives_its_activations_back(recompute: bool, device: str) -> None:
+def test_a_graph_that_is_dropped_gives_its_activations_back(activations: str, device: str) -> None:
     """At once, without a backward and without the cycle collector: results that autograd saved hold no graph."""
     made: list[weakref.ref[Tensor]] = []
 
@@ -244,7 +244,7 @@ def test_a_graph_that_is_dropped_gives_its_activations_back(recompute: bool, dev
             made.append(weakref.ref(y))
             return torch.tanh(y)
 
-    with streamed(Parts(Saves), recompute=recompute, device=device, check_memory=False) as (model, _):
+    with streamed(Parts(Saves), activations=activations, device=device, check_memory=False) as (model, _):
         gc.collect()
         gc.disable()
         try:

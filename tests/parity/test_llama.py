@@ -18,16 +18,16 @@ from parity.reference import check, check_equal
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
-@pytest.mark.parametrize("recompute", AXES["recompute"], ids=("recompute", "keep"))
+@pytest.mark.parametrize("activations", ["recompute", "keep", "mixed"])
 @pytest.mark.parametrize("rows", AXES["rows"], ids=lambda rows: f"rows-{rows or 'all'}")
 @pytest.mark.parametrize("window", AXES["window"], ids=lambda window: f"window-{window}")
 def test_product(
-    window: int, rows: int | None, recompute: bool, placement: tuple[str, str], device: str, tmp_path: Path
+    window: int, rows: int | None, activations: str, placement: tuple[str, str], device: str, tmp_path: Path
 ) -> None:
     """Inline equals plain PyTorch in every gradient; overlapped equals inline in every bit."""
-    optimizer = "adamw" if (window + (rows or 0) + recompute) % 2 else "sgd"
+    optimizer = "adamw" if (window + (rows or 0) + len(activations)) % 2 else "sgd"
     for clip in (None, CLIP):
-        case = Case(window, rows, recompute, *placement, False, clip, optimizer)
+        case = Case(window, rows, activations, *placement, False, clip, optimizer)
         inline = streamed("llama", case, tmp_path, device=device)
         check(inline, plain("llama", optimizer, clip, device=device))
         # No one reads gradients in between, so that updates really run beside the next forward.
@@ -48,6 +48,6 @@ def test_inputs_that_wait_in_host_memory(
     there = streamed("llama", inline, tmp_path, device=device)
     check(there, plain("llama", "adamw", CLIP, device=device))
     for overlap in (False, True):
-        sent = replace(inline, overlap=overlap, inputs="host")
+        sent = replace(inline, overlap=overlap, activations="host")
         away = streamed("llama", sent, tmp_path, look="last" if overlap else "always", device=device)
         check_equal(there, away)

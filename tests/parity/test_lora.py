@@ -34,7 +34,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
 # -- the same training ------------------------------------------------------------------------------------------------
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "rows": {"rows": 1}, "kept": {"recompute": False}, "inputs": {"placement": {"inputs": "host"}},
+    "rows": {"rows": 1}, "kept": {"activations": "keep"}, "inputs": {"activations": "host"},
     "clipped": {"max_grad_norm": 0.05}, "inline": {"overlap": False}, "window": {"window": 3},
     "early": {"accumulation": 1, "on_nonfinite": "stop"},
 }  # fmt: skip
@@ -116,7 +116,7 @@ TURNS: list[Any] = ["a", "b", "b", "c", ["a", "b"], "a", "c"]
 
 
 @pytest.mark.parametrize("stays", [True, False])
-@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.05, "recompute": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.05, "activations": "keep"}], ids=str)
 def test_adapters_that_take_turns(options: dict[str, Any], stays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step trains what is switched on, as in plain peft: the others keep weight, moments and count."""
     if not stays:
@@ -203,7 +203,7 @@ def test_a_plain_optimizer_is_not_needed() -> None:
             pair.step(loss_of(step))
 
 
-@pytest.mark.parametrize("options", [{}, {"rows": 2}, {"recompute": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"rows": 2}, {"activations": "keep"}], ids=str)
 def test_compiled_blocks_are_whole_graphs(graphs: Graphs, options: dict[str, Any]) -> None:
     """Waiting for adapters is no part of a block's forward, nor are the gradients that they show."""
     with side_by_side(lora(llama(4)), adamw, compile=True, **options) as pair:

@@ -138,7 +138,9 @@ def same_steps(model: Any, prepare: Any = lambda net, step: None, **options: Any
             plain.zero_grad()
 
 
-@pytest.mark.parametrize("options", [{}, {"recompute": False}, {"overlap": False}, {"under_autocast": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"activations": "keep"}, {"overlap": False}, {"under_autocast": True}], ids=str
+)
 def test_steps(options: dict[str, Any]) -> None:
     same_steps(lora(llama(3, BF16)), **options)
 
@@ -176,7 +178,7 @@ def test_merged_as_peft_merges() -> None:
         assert_equal(weights(ours.merge_and_unload()), weights(plain.merge_and_unload()))
 
 
-@pytest.mark.parametrize("options", [{}, {"rows": 3}, {"recompute": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"rows": 3}, {"activations": "keep"}], ids=str)
 def test_compiled(graphs: Graphs, options: dict[str, Any]) -> None:
     """The operator is one node of a block's graph, which is whole, and whose replays run no kernel."""
     model = lora(llama(4, BF16))

@@ -35,7 +35,7 @@ from headrace.model import parked
 from headrace.session import install
 from headrace.store.memory import poison
 
-WAYS = [{}, {"rows": 1}, {"recompute": False}, {"window": 2, "placement": {"weights": "device", "state": "device"}}]
+WAYS = [{}, {"rows": 1}, {"activations": "keep"}, {"window": 2, "placement": {"weights": "device", "state": "device"}}]
 
 
 class ByHand(Toy):

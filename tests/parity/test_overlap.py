@@ -54,7 +54,9 @@ CASES: dict[str, dict[str, Any]] = {
     "rows": {"rows": 2}, "micro-batches": {"micro_batches": 3}, "one slot": {"window": 1},
     "early updates": {"accumulation": 1, "on_nonfinite": "stop"},
     "disk": {"placement": {"weights": "host", "state": {"*": "host", 1: "disk", 2: "disk"}}},
-    "inputs on the host": {"micro_batches": 3, "placement": {"weights": "host", "state": "host", "inputs": "host"}},
+    "inputs on the host": {
+        "micro_batches": 3, "placement": {"weights": "host", "state": "host"}, "activations": "host",
+    },
 }  # fmt: skip
 KEPT = {"never clipped": 16, "clipped now and then": 4, "early updates": 0, "disk": 8}
 """Guesses that hold, of four blocks in steps 3 to 6; 16 where nothing else is said."""

@@ -95,7 +95,7 @@ def test_frozen_parts(freeze: Freeze, placement: tuple[str, str], overlap: bool,
     plain, model = build("llama").to(device), build("llama")
     freeze(plain)
     freeze(model)
-    case = Case(2, None, True, *placement, overlap, 0.05, "adamw")
+    case = Case(2, None, "recompute", *placement, overlap, 0.05, "adamw")
     compare_training(plain, model, case.options(tmp_path), clip=0.05).close()
 
 
@@ -142,7 +142,7 @@ def no_momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("make", [many_groups, plain_adam, nesterov, no_momentum])
 @pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
 def test_optimizers(make: Any, placement: tuple[str, str], device: str, tmp_path: Any) -> None:
-    options = Case(2, 3, True, *placement).options(tmp_path)
+    options = Case(2, 3, "recompute", *placement).options(tmp_path)
     compare_training(build("llama-tied").to(device), build("llama-tied"), options, make).close()
 
 
@@ -197,16 +197,16 @@ class SharedWeight(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("recompute", [True, False], ids=("recompute", "keep"))
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
 @pytest.mark.parametrize("rows", [None, 3])
 @pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
 @pytest.mark.parametrize("make", [repeated, SharedWeight])
 def test_shared_blocks(
-    make: Callable[[], nn.Module], placement: tuple[str, str], rows: int | None, recompute: bool, device: str,
+    make: Callable[[], nn.Module], placement: tuple[str, str], rows: int | None, activations: str, device: str,
     tmp_path: Any,
 ) -> None:  # fmt: skip
     plain, model = make().to(device), make()
-    options = Case(2, rows, recompute, *placement).options(tmp_path)
+    options = Case(2, rows, activations, *placement).options(tmp_path)
     compare_training(plain, model, options, loss=squares_loss, batch=vector_batch, clip=0.05).close()
 
 
@@ -234,7 +234,7 @@ def test_skipped_layers(
     placement: tuple[str, str], overlap: bool, clip: float | None, device: str, tmp_path: Any
 ) -> None:
     """Blocks without a gradient in a step keep weights, moments and counts, as torch's optimizers do."""
-    options = Case(2, None, True, *placement, overlap).options(tmp_path)
+    options = Case(2, None, "recompute", *placement, overlap).options(tmp_path)
     session = compare_training(
         Skipping().to(device), Skipping(), options, loss=squares_loss, batch=vector_batch, steps=5, clip=clip
     )  # fmt: skip

@@ -21,8 +21,8 @@ BF16_ROUNDING = 2.0**-8
 AXES: dict[str, Any] = {
     "family": ("llama", "llama-tied", "mistral", "qwen3", "gemma2", "gpt2", "gpt2-dropout", "plain"),
     "placement": (("host", "host"), ("disk", "disk"), ("device", "host"), ("device", "device")),
-    "recompute": (True, False), "window": (1, 2), "overlap": (True, False), "clip": (None, CLIP),
-    "inputs": ("host", "device"),
+    "activations": ("recompute", "keep", "host", "mixed"), "window": (1, 2), "overlap": (True, False),
+    "clip": (None, CLIP),
 }  # fmt: skip
 TIED = ("llama-tied", "gemma2", "gpt2", "gpt2-dropout")
 
@@ -203,4 +203,4 @@ def test_families_are_what_they_claim() -> None:
 
 
 def test_a_case_prints() -> None:
-    assert str(Case()) == "3-None-True-host-host-True-None-sgd-device"
+    assert str(Case()) == "3-None-recompute-host-host-True-None-sgd"

@@ -60,22 +60,21 @@ def tolerance(device: str) -> float:
     return 1e-6 if device == "cpu" else TOLERANCE
 
 
-@pytest.mark.parametrize("recompute", [True, False], ids=("recompute", "keep"))
-@pytest.mark.parametrize("inputs", ["device", "host"])
+@pytest.mark.parametrize("activations", ["recompute", "keep", "host"])
 @pytest.mark.parametrize("overlap", [True, False], ids=("overlap", "inline"))
 def test_whole_batches_draw_the_same_masks(
-    recompute: bool, inputs: str, overlap: bool, device: str, monkeypatch: pytest.MonkeyPatch
+    activations: str, overlap: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GPT-2 with dropout 0.3: equal gradients, and the random state afterwards is plain PyTorch's."""
     monkeypatch.setattr(stream, "SMALLEST_STASH", 1)
     plain, model = build("gpt2-dropout").to(device), build("gpt2-dropout")
-    placement = {"weights": "host", "state": "host", "inputs": inputs}
+    placement = {"weights": "host", "state": "host"}
     model, optimizer = headrace.wrap(
         model,
         sgd(model.parameters()),
         device=device,
         placement=placement,
-        recompute=recompute,
+        activations=activations,
         overlap=overlap,
         threads=1,
     )
@@ -93,12 +92,14 @@ def test_whole_batches_draw_the_same_masks(
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("recompute", [True, False], ids=("recompute", "keep"))
-def test_rows_draw_the_masks_of_a_run_split_alike(rows: int, recompute: bool, device: str) -> None:
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_rows_draw_the_masks_of_a_run_split_alike(rows: int, activations: str, device: str) -> None:
     plain = stack()
     model = copy.deepcopy(plain)
     split = Split(plain, rows).to(device)
-    model, _ = headrace.wrap(model, sgd(model.parameters()), device=device, rows=rows, recompute=recompute, threads=1)
+    model, _ = headrace.wrap(
+        model, sgd(model.parameters()), device=device, rows=rows, activations=activations, threads=1
+    )
     batch = mover(device)(vector_batch(4, 5, 1))
     with headrace.session(model):
         causal: list[float] = []
@@ -123,9 +124,11 @@ def test_rows_draw_the_masks_of_a_run_split_alike(rows: int, recompute: bool, de
 def test_gpt2_rows_recompute_equals_keeping(device: str) -> None:
     """A recompute finds the masks of its own forward, slice by slice."""
     found = []
-    for recompute in (True, False):
+    for activations in ("recompute", "keep"):
         model = build("gpt2-dropout")
-        model, _ = headrace.wrap(model, sgd(model.parameters()), device=device, rows=2, recompute=recompute, threads=1)
+        model, _ = headrace.wrap(
+            model, sgd(model.parameters()), device=device, rows=2, activations=activations, threads=1
+        )
         with headrace.session(model):
             torch.manual_seed(1)
             loss = causal_loss(model, tokens_for(model, 5, 7, 2))
@@ -141,9 +144,9 @@ def test_micro_batches_in_lockstep_recompute_their_own_masks(device: str) -> Non
     """A window with dropout: no plain run has its order, but recompute and keeping agree."""
     found = []
     batches = [mover(device)(token_batch(2, 5, 1)), mover(device)(token_batch(3, 7, 2))]
-    for recompute in (True, False):
+    for activations in ("recompute", "keep"):
         model = build("gpt2-dropout")
-        model, _ = headrace.wrap(model, sgd(model.parameters()), device=device, recompute=recompute, threads=1)
+        model, _ = headrace.wrap(model, sgd(model.parameters()), device=device, activations=activations, threads=1)
         with headrace.session(model):
             torch.manual_seed(4)
             loss = headrace.accumulate(lambda batch, model=model: causal_loss(model, batch, 30), batches)

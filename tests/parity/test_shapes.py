@@ -134,8 +134,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int, int], Batch
     "rows-second": (RowsSecond, vector_batch, squares_loss), "batch-norms": (batch_norms, vector_batch, squares_loss),
 }  # fmt: skip
 CASES = (
-    Case(2, None, True, "host", "host", True, CLIP, inputs="host"), Case(1, 3, True, "disk", "disk", False),
-    Case(3, 1, False, "host", "disk", True), Case(2, 2, False, "device", "device", True, CLIP),
+    Case(2, None, "host", "host", "host", True, CLIP), Case(1, 3, "recompute", "disk", "disk", False),
+    Case(3, 1, "keep", "host", "disk", True), Case(2, 2, "mixed", "device", "device", True, CLIP),
 )  # fmt: skip
 
 

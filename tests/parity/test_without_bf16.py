@@ -109,11 +109,11 @@ def train(ours: Any, optimizer: Any, plain: Any, accumulation: int = 1) -> None:
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "host": {}, "rows": {"rows": 1}, "kept": {"recompute": False}, "guarded": {"guard_every": 1},
+    "host": {}, "rows": {"rows": 1}, "kept": {"activations": "keep"}, "guarded": {"guard_every": 1},
     "disk": {"placement": {"weights": "disk", "state": "disk"}},
     "device": {"placement": {"weights": "device", "state": "device"}},
     "beside": {"placement": {"weights": "device", "state": "host"}},
-    "inputs": {"placement": {"inputs": "host"}}, "inline": {"window": 3, "overlap": False},
+    "inputs": {"activations": "host"}, "inline": {"window": 3, "overlap": False},
     "early": {"accumulation": 1, "on_nonfinite": "stop", "window": 2}, "updates": {"update": "both", "window": 2},
 }  # fmt: skip
 

@@ -65,7 +65,12 @@ class Model(nn.Module):
         return (x.square().sum() + mask.sum()) / 10
 
 
-OPTIONS = [{}, {"rows": 2}, {"recompute": False}, {"placement": {"weights": "host", "state": "host", "inputs": "host"}}]
+OPTIONS = [
+    {},
+    {"rows": 2},
+    {"activations": "keep"},
+    {"placement": {"weights": "host", "state": "host"}, "activations": "host"},
+]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -202,7 +207,9 @@ class WritesIntoResults(Model):
         return x.square().sum() / 10
 
 
-@pytest.mark.parametrize("options", [{}, {"rows": 2}, {"recompute": False}, {"recompute": False, "rows": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"rows": 2}, {"activations": "keep"}, {"activations": "keep", "rows": 2}], ids=str
+)
 def test_a_block_that_overwrites_what_its_backward_needs_is_refused(options: dict[str, Any], device: str) -> None:
     """As in plain PyTorch; hooks for saved tensors would pass over it."""
     batch = torch.randn(5, 3, 8).to(device)
@@ -218,7 +225,7 @@ def test_a_result_that_kept_activations_need_is_not_overwritten_unseen(device: s
     torch.manual_seed(0)
     batch = torch.randn(5, 3, 8).to(device)
     plain = WritesIntoResults(EndsWithTanh, True).to(device)
-    with streamed(plain, recompute=False, device=device) as (ours, _):
+    with streamed(plain, activations="keep", device=device) as (ours, _):
         for model in (plain, ours):
             with pytest.raises(RuntimeError, match=r"modified (in place|by an inplace operation)"):
                 model(batch).backward()

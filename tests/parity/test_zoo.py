@@ -23,8 +23,8 @@ NEEDED = 60
 """Classes that must stream."""
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"placement": {"weights": "host", "state": "host"}},
-    {"placement": {"weights": "disk", "state": "disk", "inputs": "host"}, "rows": 1},
-    {"placement": {"weights": "device", "state": "host"}, "rows": 2, "recompute": False},
+    {"placement": {"weights": "disk", "state": "disk"}, "activations": "host", "rows": 1},
+    {"placement": {"weights": "device", "state": "host"}, "rows": 2, "activations": "keep"},
 )
 """Each class meets one of them, in turn; with --all-families all."""
 

@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.plan.place import Budgets, choose
+from headrace.plan.place import Budgets
 from headrace.schedule import build
 from headrace.spec.codecs import codec_named
 from headrace.spec.footprint import footprint, round_up
+from headrace.spec.hardware import LinkRates
 from headrace.spec.layout import Entry, place
 from headrace.spec.model import BLOCK, ModelSpec
-from headrace.spec.placement import DEVICE, DISK, HOST, Placement
-from made_specs import PAIRS, made, placed, visits
+from headrace.spec.placement import DEVICE, DISK, HOST
+from made_specs import PAIRS, decided, made, placed, rates, visits
 
 CODECS = (None, "int8", "int8/row", "nf4", "nf4+double", "fp8", "nvfp4")
 
@@ -107,28 +108,23 @@ def test_bytes_are_those_that_are_stored_and_one_place_to_decode_into() -> None:
         assert need.device["weights"] == 2 * slot + place_ + rest
 
 
-def base(spec: ModelSpec) -> Placement:
-    tiers = (HOST,) * len(spec.units)
-    return Placement(tiers, tiers, 2, staged=False)
-
-
 def test_what_is_frozen_on_the_device_has_no_second_home() -> None:
     spec = made(frozen=(0, 1, 2, 3, -1))
-    chosen, _ = choose(spec, Budgets(None, 1 << 40, None, False), base(spec), {"weights": DEVICE, "state": HOST})
+    chosen = decided(spec, Budgets(None, 1 << 40, None, False), {"weights": DEVICE, "state": HOST}).placement
     for unit in spec.units:
         assert chosen.home(unit.index) == (HOST if unit.trained.entries else DEVICE)
     need = footprint(spec, chosen)
     assert need.host["weights"] == sum(round_up(u.weights.nbytes) for u in spec.units if u.trained.entries)
 
 
-def test_near_blocks_take_half_of_the_budget_and_only_compressed_ones() -> None:
-    plain = made(blocks=40, frozen=range(40))
-    packed = compressed(plain)
+def test_near_blocks_take_half_of_the_budget() -> None:
+    """Where no batch is known; frozen ones have no home elsewhere then."""
+    packed = compressed(made(blocks=40, frozen=range(40)))
     budgets = Budgets(40 * 4096, 1 << 40, None, False)
-    assert DEVICE not in {choose(plain, budgets, base(plain), "auto")[0].weights[u.index]
-                          for u in plain.units if u.kind == BLOCK}  # fmt: skip
-    chosen, _ = choose(packed, budgets, base(packed), "auto")
+    slow = replace(rates(), link=LinkRates(1e6, 1e6, 1e6))
+    chosen = decided(packed, budgets, slots=2, profile=slow).placement
     near = [u.index for u in packed.units if u.kind == BLOCK and chosen.weights[u.index] == DEVICE]
     assert 4 < len(near) < 40
+    assert all(chosen.home(unit) == DEVICE for unit in near)
     need = footprint(packed, chosen).device_bytes
     assert 0.5 * 40 * 4096 - 2 * 4096 < need <= 0.5 * 40 * 4096

@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+import ast
 import logging
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from headrace.base import events
 from headrace.base.events import EventLog
+
+SOURCE = Path(events.__file__).parents[1]
+
+
+def calls(path: Path) -> Iterator[tuple[int, ast.Call]]:
+    """Calls that add an event, and their lines."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = ast.unparse(node.func.value).rpartition(".")[2].strip("_")
+            if (node.func.attr == "add" and owner == "events") or node.func.attr in ("once", "tell_once"):
+                yield node.lineno, node
+
+
+def test_every_event_carries_numbers() -> None:
+    """A decision without what it rests on cannot be judged."""
+    found = [(str(path.relative_to(SOURCE)), line, call) for path in SOURCE.rglob("*.py") for line, call in calls(path)]
+    assert len(found) > 60
+    assert [(path, line) for path, line, call in found if not call.keywords] == []
 
 
 def test_the_first_and_the_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Choosing a placement: what "auto" takes under which budget, and errors whose numbers are true."""
+"""Placements under budgets: what fits to the byte, what is refused, and errors whose numbers are true."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from hypothesis import strategies as st
 
 from headrace.base.errors import OptionError, PlanError
 from headrace.base.units import format_bytes
-from headrace.plan.place import WORK_SHARE, Budgets, choose, tiers_for
+from headrace.plan.place import WORK_SHARE, Budgets, tiers_for
 from headrace.plan.summary import counted, summary
 from headrace.spec.footprint import footprint
-from headrace.spec.model import BLOCK, REST, ModelSpec
+from headrace.spec.model import BLOCK, REST
 from headrace.spec.placement import DEVICE, DISK, HOST, Placement
-from made_specs import PAIRS, made, placed
+from made_specs import PAIRS, decided, made, placed
 
 PLENTY = 1 << 40
 SPEC = made(8)
 AUTO = ((DEVICE, DEVICE), (DEVICE, HOST), (HOST, HOST), (HOST, DISK), (DISK, DISK))
 
 
-def base(spec: ModelSpec = SPEC, slots: int = 3) -> Placement:
-    return Placement((HOST,) * len(spec.units), (HOST,) * len(spec.units), slots, staged=True)
+def choose(budget: Budgets, choice: object = "auto", slots: int = 3) -> tuple[Placement, str]:
+    plan = decided(SPEC, budget, choice, slots)
+    return plan.placement, plan.why
 
 
 def budgets(
@@ -55,38 +56,46 @@ def with_work(nbytes: int) -> int:
 
 
 @pytest.mark.parametrize("index", range(len(AUTO)))
-def test_auto_takes_the_fastest_tiers_that_fit(index: int) -> None:
-    """Each pair is chosen with exactly its own bytes, and not with one byte less."""
+def test_auto_takes_tiers_that_fit_to_the_byte(index: int) -> None:
+    """With exactly the bytes of one pair of tiers nothing faster fits whole; with one byte less neither does that."""
     weights, state = AUTO[index]
     device, host, _ = needs(weights, state)
     budget = budgets(with_work(device), host)
-    assert tiers(choose(SPEC, budget, base(), "auto")[0]) == (weights, state)
+    chosen = choose(budget)[0]
+    asked = decided(SPEC, budget, {"weights": weights, "state": state})
+    assert decided(SPEC, budget).seconds <= asked.seconds * 1.01
+    assert index == 0 or tiers(chosen) not in AUTO[: index - 1] or mixed(chosen)
     for short in (replace(budget, device=with_work(device) - 1), replace(budget, host=host - 1)):
         try:
-            chosen = tiers(choose(SPEC, short, base(), "auto")[0])
+            placement = choose(short)[0]
         except PlanError:
             continue
-        assert AUTO.index(chosen) > index or choose(SPEC, short, base(), "auto")[0].slots == 1
+        whole = {(w, s) for w, s in zip(placement.weights[:-1], placement.state[:-1], strict=True)}
+        assert whole != {(weights, state)} or placement.slots < 3
+
+
+def mixed(placement: Placement) -> bool:
+    return len(set(placement.weights[:-1])) > 1 or len(set(placement.state[:-1])) > 1
 
 
 def test_auto_says_why_a_faster_placement_was_not_taken() -> None:
     device, host, _ = needs(HOST, HOST)
-    _, why = choose(SPEC, budgets(with_work(device), host), base(), "auto")
+    _, why = choose(budgets(with_work(device), host))
     assert "weights on device and state on device needs" in why and "of device memory" in why
-    assert choose(SPEC, budgets(), base(), "auto")[1] == "everything fits on the device"
+    assert choose(budgets())[1] == "everything fits on the device"
 
 
 def test_auto_gives_up_look_ahead_before_it_gives_up() -> None:
     device, host, _ = needs(DISK, DISK, slots=1)
-    placement, why = choose(SPEC, budgets(device, host), base(), "auto")
+    placement, why = choose(budgets(device, host))
     assert placement.slots == 1 and tiers(placement) == (DISK, DISK) and "one slot" in why
 
 
 def test_auto_uses_no_disk_that_was_not_given() -> None:
     device, host, _ = needs(HOST, HOST)
     with pytest.raises(PlanError, match="Give disk_dir"):
-        choose(SPEC, budgets(device, needs(HOST, HOST, slots=1)[1] - 1, None), base(), "auto")
-    placement, _ = choose(SPEC, budgets(with_work(device), host, None), base(), "auto")
+        choose(budgets(device, needs(HOST, HOST, slots=1)[1] - 1, None))
+    placement, _ = choose(budgets(with_work(device), host, None))
     assert DISK not in placement.weights + placement.state
 
 
@@ -96,17 +105,17 @@ def test_the_smallest_device_budget_in_the_error_works_and_one_byte_less_does_no
     shared: bool, disk: int | None
 ) -> None:
     with pytest.raises(PlanError, match="device_memory that works") as caught:
-        choose(SPEC, budgets(1000, disk=disk, shared=shared), base(), "auto")
+        choose(budgets(1000, disk=disk, shared=shared))
     smallest = number_after("device_memory that works", caught.value)
-    placement, _ = choose(SPEC, budgets(smallest, disk=disk, shared=shared), base(), "auto")
+    placement, _ = choose(budgets(smallest, disk=disk, shared=shared))
     assert footprint(SPEC, placement).device_bytes <= smallest
     with pytest.raises(PlanError):
-        choose(SPEC, budgets(smallest - 1, disk=disk, shared=shared), base(), "auto")
+        choose(budgets(smallest - 1, disk=disk, shared=shared))
     # The same for who asks for tiers: the advice names window=1.
     asked = {"weights": HOST, "state": HOST}
-    choose(SPEC, budgets(smallest, shared=shared), base(slots=1), asked)
+    choose(budgets(smallest, shared=shared), asked, 1)
     with pytest.raises(PlanError):
-        choose(SPEC, budgets(smallest - 1, shared=shared), base(slots=1), asked)
+        choose(budgets(smallest - 1, shared=shared), asked, 1)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -116,17 +125,17 @@ def test_the_smallest_host_budget_in_the_error_works_and_one_byte_less_does_not(
     if not shared:
         device = needs(HOST, HOST)[0]  # else all would go to the device
     with pytest.raises(PlanError, match="host_memory that works") as caught:
-        choose(SPEC, budgets(device, 1000, disk, shared), base(), "auto")
+        choose(budgets(device, 1000, disk, shared))
     smallest = number_after("host_memory that works", caught.value)
-    choose(SPEC, budgets(device, smallest, disk, shared), base(), "auto")
+    choose(budgets(device, smallest, disk, shared))
     with pytest.raises(PlanError):
-        choose(SPEC, budgets(device, smallest - 1, disk, shared), base(), "auto")
+        choose(budgets(device, smallest - 1, disk, shared))
 
 
 def test_errors_say_what_is_needed_and_what_there_is() -> None:
     """Report 82: a plan that fits nowhere is refused with numbers, before anything is allocated."""
     with pytest.raises(PlanError) as caught:
-        choose(SPEC, budgets(host=5000, disk=6000), base(), {"weights": DISK, "state": DISK})
+        choose(budgets(host=5000, disk=6000), {"weights": DISK, "state": DISK})
     text = str(caught.value)
     assert text.startswith("the model does not fit: it needs")
     assert "of host memory, 4.9 KiB may be used" in text and "of disk, 5.9 KiB are free" in text
@@ -136,7 +145,7 @@ def test_errors_say_what_is_needed_and_what_there_is() -> None:
 def advice_for(asked: bool, device: int | None = PLENTY, host: int = PLENTY, disk: int | None = PLENTY) -> str:
     choice: str | dict[str, str] = {"weights": HOST, "state": HOST} if asked else "auto"
     with pytest.raises(PlanError) as caught:
-        choose(SPEC, budgets(device, host, disk), base(), choice)
+        choose(budgets(device, host, disk), choice)
     return caught.value.advice
 
 
@@ -152,13 +161,13 @@ def test_advice_concerns_what_was_asked_and_what_is_short() -> None:
     assert "disk_dir, and name the disk in placement, to put" in advice_for(True, host=1000, disk=None)
     assert "Put weights or state on the disk" in advice_for(True, host=1000)
     with pytest.raises(PlanError) as caught:
-        choose(SPEC, budgets(disk=6000), base(), {"weights": DISK, "state": DISK})
+        choose(budgets(disk=6000), {"weights": DISK, "state": DISK})
     assert caught.value.advice == "Give a disk_dir on a larger disk"
 
 
 def test_the_largest_part_is_one_of_the_tier_that_is_short() -> None:
     with pytest.raises(PlanError) as caught:
-        choose(SPEC, budgets(1000), base(), {"weights": HOST, "state": HOST})
+        choose(budgets(1000), {"weights": HOST, "state": HOST})
     assert re.fullmatch(r"largest part: (weights|grads) on the device, .*", caught.value.numbers)
 
 
@@ -166,7 +175,7 @@ def test_the_share_of_activations_is_named() -> None:
     """Who gives 200 MiB is not left to wonder why 150 may be used."""
     device, host, _ = needs(HOST, HOST)
     budget = with_work(device)
-    _, why = choose(SPEC, budgets(budget, host), base(), "auto")
+    _, why = choose(budgets(budget, host))
     assert f"may be used (25% of {format_bytes(budget)} are left to activations)" in why
 
 
@@ -184,7 +193,7 @@ def test_a_placement_in_words_counts_blocks_and_tiles() -> None:
 
 def test_as_asked_is_as_asked() -> None:
     choice = {"weights": {"*": DISK, 0: DEVICE, -1: HOST, "embed*": HOST}, "state": {"*": DISK, 0: HOST}}
-    placement, why = choose(SPEC, budgets(), base(), choice)
+    placement, why = choose(budgets(), choice)
     names = {unit.name: unit.index for unit in SPEC.units}
     assert why == "as asked"
     assert [placement.weights[names[f"blocks.{n}"]] for n in (0, 1, 6, 7)] == [DEVICE, DISK, DISK, HOST]
@@ -194,9 +203,9 @@ def test_as_asked_is_as_asked() -> None:
 
 
 def test_state_goes_where_the_weights_go_when_only_these_are_placed() -> None:
-    placement, _ = choose(SPEC, budgets(), base(), {"weights": DISK})
+    placement, _ = choose(budgets(), {"weights": DISK})
     assert set(placement.state) == {DISK}
-    placement, _ = choose(SPEC, budgets(), base(), {"weights": {0: DEVICE}})
+    placement, _ = choose(budgets(), {"weights": {0: DEVICE}})
     blocks = [unit.index for unit in SPEC.units if unit.kind == BLOCK]
     assert [placement.state[u] for u in blocks[:2]] == [DEVICE, HOST]
 
@@ -220,12 +229,12 @@ def test_state_goes_where_the_weights_go_when_only_these_are_placed() -> None:
 )
 def test_wrong_placements_are_refused_in_words(choice: object, said: str) -> None:
     with pytest.raises(OptionError, match=said):
-        choose(SPEC, budgets(), base(), choice)  # type: ignore[arg-type]
+        choose(budgets(), choice)
 
 
 def test_state_of_frozen_units_may_stand_anywhere() -> None:
     spec = made(frozen=(1,), tiles=1)
-    choose(spec, budgets(), base(spec), {"weights": HOST, "state": {1: DEVICE, "*": HOST}})
+    decided(spec, budgets(), {"weights": HOST, "state": {1: DEVICE, "*": HOST}})
 
 
 @settings(max_examples=60, deadline=None)
@@ -236,7 +245,7 @@ def test_state_of_frozen_units_may_stand_anywhere() -> None:
 def test_whatever_auto_chooses_fits(device: int, host: int, disk: int | None, shared: bool, slots: int) -> None:
     budget = Budgets(device, host, disk, shared)
     try:
-        placement, _ = choose(SPEC, budget, base(slots=slots), "auto")
+        placement, _ = choose(budget, slots=slots)
     except PlanError:
         return
     need = footprint(SPEC, placement)

@@ -15,7 +15,7 @@ from headrace.plan.cards import CARDS, card_named, machine
 from headrace.plan.memory import peaks
 from headrace.plan.modes import MODES, RANK, adapters
 from headrace.plan.place import Budgets
-from headrace.plan.search import SHARES, Search, Space
+from headrace.plan.search import Point, Search
 from headrace.plan.shapes import SHAPES, subject_of
 from headrace.plan.subject import Work
 from headrace.spec.hardware import Calibration, DiskRates, HardwareProfile
@@ -141,10 +141,9 @@ def test_what_is_lacking_is_told_to_the_byte() -> None:
 def test_parts_of_the_blocks_on_a_faster_tier() -> None:
     """Where the host has room for some of the state, fewer bytes pass the disk than with all of it there."""
     subject = MODES[0].subject(subject_of("1b", SHAPES["1b"]))
-    budgets = Budgets(8 * GIB, 15 * GIB, SSD.free, False)
-    whole = Search(subject, DESKTOP, budgets).best(Work(4, 1024))
-    parts = Search(subject, DESKTOP, budgets, Space(shares=SHARES)).best(Work(4, 1024))
-    assert whole is not None and parts is not None
+    search = Search(subject, DESKTOP, Budgets(8 * GIB, 15 * GIB, SSD.free, False))
+    whole, parts = search.at(Point((HOST, DISK), 3), Work(4, 1024)), search.best(Work(4, 1024))
+    assert whole is not None and parts is not None and parts.mixed
     assert {DISK} <= set(whole.placement.state) and {HOST, DISK} <= set(parts.placement.state)
     assert parts.step.seconds < whole.step.seconds
     assert parts.step.moved["write"] < whole.step.moved["write"]

@@ -8,27 +8,24 @@ import pytest
 
 from headrace.plan import updates
 from headrace.plan.cost import Costs
+from headrace.plan.decide import plan
 from headrace.plan.memory import peaks
-from headrace.plan.place import Budgets, choose
+from headrace.plan.place import Budgets
+from headrace.plan.search import Wanted
 from headrace.plan.shapes import SHAPES, subject_of
 from headrace.plan.step import programs, simulated
 from headrace.plan.subject import Subject, Work
-from headrace.plan.updates import place_logs, place_updates
 from headrace.schedule.check import check
 from headrace.spec.placement import HOST, Placement
 from recorded import GIB, H200, RUNS, Run, copies_wait
 
 
 def placed(subject: Subject, work: Work, budgets: Budgets, choice: object) -> tuple[Subject, Placement]:
-    """As session/wrap places a model on a GPU."""
-    count = len(subject.spec.units)
-    base = Placement((HOST,) * count, (HOST,) * count, 3, staged=True, offload=True, ring=0 if work.clips else 3)
-    placement, _ = choose(subject.spec, budgets, base, choice)  # type: ignore[arg-type]
-    placement = replace(placement, offload=not placement.resident)
-    placement, _ = place_updates(subject.spec, placement, budgets, "auto")
-    if work.clips:
-        placement, _ = place_logs(subject.spec, placement, budgets)
-    return subject.placed(placement), placement
+    """As a session on that machine places a model whose batches no one knows."""
+    constants = replace(H200.calibration, context_bytes=0, host_base_bytes=0)
+    wanted = Wanted(choice, None, update="auto")  # type: ignore[arg-type]
+    found = plan(subject, budgets, wanted, replace(H200, calibration=constants), work)
+    return found.choice.subject, found.placement
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from headrace.schedule.build import ROWS, Visit
 from headrace.schedule.check import check
 from headrace.schedule.op import Op, Program, parse
 from headrace.spec.model import BLOCK, REST, TILE, ModelSpec
-from headrace.spec.placement import DEVICE, DISK, HOST, Placement
+from headrace.spec.placement import DEVICE, DISK, HOST, SEND, Placement
 from made_specs import cases, made, mixed, placed, visits
 from program_world import World, contents, races, walk
 
@@ -27,7 +27,7 @@ def train(
 ) -> World:
     """A training loop. `mode`: "norm" (updates at step()), "early" (in the backward), "eval" (a forward in between)."""
     world = World(spec, placement)
-    made_visits = visits(spec, repeats, saves=placement.offload)
+    made_visits = visits(spec, repeats, placement=placement)
     for _ in range(steps):
         for number in range(micro):
             world.forward(made_visits)
@@ -122,7 +122,8 @@ def test_nothing_races_when_some_updates_are_late(tied: bool, offload: bool) -> 
     """step() updates the last blocks of the forward, in the order of the next one; their gradients wait in places of
     their own."""
     for weights, state, ring in ((HOST, HOST, 1), (HOST, HOST, 3), (DEVICE, HOST, 2), (HOST, DISK, 2)):
-        spec, placement = placed(made(7, tied=tied), weights, state, 2, ring=ring, offload=offload)
+        ways = (SEND,) * 20 if offload else ()
+        spec, placement = placed(made(7, tied=tied), weights, state, 2, ring=ring, activations=ways)
         blocks = [unit.index for unit in spec.units if unit.kind == BLOCK]
         placement = replace(placement, late=frozenset(blocks[-3:]))
         for backwards in (2, 1):
@@ -162,7 +163,7 @@ def drop_waits(world: World, matching: Callable[[str], bool]) -> World:
 )
 def test_the_race_finder_finds_races(op: str) -> None:
     """What the test above relies on: without its waits, every kind of op is seen to race."""
-    spec, placement = placed(made(tied=True), HOST, DISK, 2, staged=True, offload=True)
+    spec, placement = placed(made(tied=True), HOST, DISK, 2, staged=True, activations=(SEND,) * 50)
     world = train(spec, placement, 1, micro=2)
     assert not races(world.events)
     assert races(drop_waits(world, lambda text: f" {op} " in text).events)
@@ -278,8 +279,8 @@ def first(program: Program, verb: str, number: int = 0, region: str | None = Non
 
 
 def test_the_checker_finds_seeded_faults() -> None:
-    spec, placement = placed(made(6), HOST, HOST, 2, staged=True, offload=True)
-    made_visits = visits(spec, saves=True)
+    spec, placement = placed(made(6), HOST, HOST, 2, staged=True, activations=(SEND,) * 50)
+    made_visits = visits(spec, placement=placement)
     forward = build.forward(spec, placement, made_visits, (None, None))
     backward = build.backward(spec, placement, made_visits, forward.slots_after)
     block = next(op for op in forward.ops if op.verb == "FORWARD" and op.place == "s1")

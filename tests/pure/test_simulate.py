@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from headrace.plan.simulate import CALLER, COMPUTE, Simulation, Timeline, Uses, Work, fair
 from headrace.schedule import build
 from headrace.schedule.op import Op, Program
-from headrace.spec.model import BLOCK
 from made_specs import cases, made, placed, visits
 
 
@@ -96,9 +94,7 @@ def test_both_rules_hold_in_every_kind_of_program(overlap: bool) -> None:
     """Every placement of `made_specs`: each op once; lanes in the order of the programs, one op at a time; nothing
     before what it waits for; inline, everything in the order of the program."""
     for name, spec, placement, repeats in list(cases())[::7]:
-        calls = visits(spec, repeats)
-        if placement.offload:
-            calls = [replace(visit, saves_input=visit.kind == BLOCK) for visit in calls]
+        calls = visits(spec, repeats, placement=placement)
         slots: tuple[int | None, ...] = (None,) * placement.slots
         simulation = Simulation(cost, overlap=overlap)
         started = []

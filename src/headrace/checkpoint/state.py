@@ -201,7 +201,7 @@ def _saved_group(group: dict[str, Any], events: EventLog) -> dict[str, Any]:
             saved[key] = value
         else:
             text = f"the entry {key!r} of a parameter group is not saved: a {type(value).__name__} has no text form"
-            events.once(f"group {key}", "checkpoint", text)
+            events.once(f"group {key}", "checkpoint", text, groups=1)
     return saved
 
 
@@ -262,7 +262,8 @@ def _read_tensors(reader: TensorReader, session: Run, manifest: Manifest) -> Non
         if part != BUFFER:
             session.stores.write_part(name, part, value)
         elif name not in buffers:
-            session.events.add("checkpoint", f"the buffer {name} is not in this model; it was not persistent")
+            session.events.add("checkpoint", f"the buffer {name} is not in this model; it was not persistent",
+                               elements=value.numel())  # fmt: skip
         else:
             _restore_buffer(buffers[name], value)
 

@@ -87,9 +87,9 @@ def bench(
         str | None, typer.Option("--update", metavar="WHERE", help="auto, host, device or both: where weights are "
                                  "updated whose state is in RAM.")
     ] = None,
-    recompute: Annotated[
-        bool | None, typer.Option("--recompute/--no-recompute", help="Recompute a block's activations in the backward. "
-                                  "On unless given.", show_default=False)
+    activations: Annotated[
+        str | None, typer.Option("--activations", metavar="WAY", help="auto, or what becomes of blocks' activations: "
+                                 "keep them, recompute them, or recompute them from inputs that wait in RAM (host).")
     ] = None,
     compiled: Annotated[
         bool | None, typer.Option("--compile/--no-compile", help="torch.compile the blocks. On for a GPU unless given.",
@@ -155,7 +155,7 @@ def bench(
     options = {
         "device": device, "device_memory": device_memory, "host_memory": host_memory, "disk_dir": disk_dir,
         "placement": placement, "window": window, "rows": rows, "threads": threads, "update": update,
-        "recompute": recompute, "compile": compiled, "quantize": quantize,
+        "activations": activations, "compile": compiled, "quantize": quantize,
     }  # fmt: skip
     with told(debug):
         from headrace.cli.benchmark.run import run

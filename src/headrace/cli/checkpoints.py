@@ -25,7 +25,8 @@ _NAME = re.compile(r"step-(\d+)")
 FREE = frozenset({
     "model", "config_model", "tokenizer", "data", "output", "steps", "epochs", "validation", "log", "device",
     "device_memory", "host_memory", "disk_dir", "placement", "window", "rows", "threads", "eval_every", "save_every",
-    "overlap", "update", "check_memory", "keep", "resume", "on_nonfinite", "broken_rows", "chat_template", "trace",
+    "activations", "headroom", "overlap", "update", "check_memory", "keep", "resume", "on_nonfinite", "broken_rows",
+    "chat_template", "trace",
     "max_temperature",
 })  # fmt: skip
 """Options that may differ on resume: where things are and how fast. Model and data are compared by content."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
@@ -16,7 +17,7 @@ from headrace.base.errors import OptionError
 from headrace.base.units import parse_bytes
 from headrace.cli.config_lora import Lora
 from headrace.cli.config_quantize import AUTO, Quantize
-from headrace.spec.placement import TIERS
+from headrace.spec.placement import ACTIVATIONS, TIERS
 from headrace.spec.traced import TracedSteps
 
 FLAGS = (
@@ -26,27 +27,28 @@ FLAGS = (
 )  # fmt: skip
 
 SIZES = ("device_memory", "host_memory")
-SWITCHES = ("compile", "recompute", "overlap", "check_memory", "resume")
+SWITCHES = ("compile", "overlap", "check_memory", "resume")
 
 Count = Annotated[int, Field(ge=1)]
 CountOrNone = Annotated[int, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-def _tiers(value: Any) -> Any:
-    """A tier, or tiers by block number or pattern of names."""
-    for tier in value.values() if isinstance(value, dict) else [value]:
-        known = TIERS if isinstance(value, dict) else (AUTO, *TIERS)
-        if tier not in known:
-            near = difflib.get_close_matches(str(tier), known, 1)
-            found = f"gives {tier!r}, which is" if isinstance(value, dict) else "is"
+def _by_block(value: Any, allowed: Sequence[str]) -> Any:
+    """One of `allowed`, or these by block number or pattern of names."""
+    for each in value.values() if isinstance(value, dict) else [value]:
+        known = allowed if isinstance(value, dict) else (AUTO, *allowed)
+        if each not in known:
+            near = difflib.get_close_matches(str(each), known, 1)
+            found = f"gives {each!r}, which is" if isinstance(value, dict) else "is"
             raise ValueError(f"{found} not one of {', '.join(known)}" + (f"; nearest: {near[0]}" if near else ""))
     if not isinstance(value, dict):
         return value
-    return {int(block) if re.fullmatch(r"-?\d+", str(block)) else block: tier for block, tier in value.items()}
+    return {int(block) if re.fullmatch(r"-?\d+", str(block)) else block: each for block, each in value.items()}
 
 
-Tiers = Annotated[Any, BeforeValidator(_tiers)]
+Tiers = Annotated[Any, BeforeValidator(lambda value: _by_block(value, TIERS))]
+Ways = Annotated[Any, BeforeValidator(lambda value: _by_block(value, ACTIVATIONS))]
 
 
 class Placement(BaseModel):
@@ -59,12 +61,10 @@ class Placement(BaseModel):
     others, as in {0: device, "*": host}."""
     state: Tiers = AUTO
     """The same for the optimizer's state. Give both or neither."""
-    inputs: Literal["auto", "device", "host"] = "auto"
-    """Where blocks' inputs wait for the backward; auto: in RAM when a GPU computes."""
 
     def asked(self) -> Any:
         """As `headrace.wrap` takes it."""
-        given = {"weights": self.weights, "state": self.state, "inputs": self.inputs}
+        given = {"weights": self.weights, "state": self.state}
         return {name: tier for name, tier in given.items() if tier != AUTO} or AUTO
 
     def names(self, tier: str) -> bool:
@@ -156,20 +156,24 @@ class RunConfig(BaseModel):
     disk_dir: str | None = None
     """Folder on a fast disk for weights and optimizer state that RAM does not hold."""
     placement: Placement = Placement()
-    """"auto", or where weights and state live, and where blocks' inputs wait."""
+    """"auto", or where weights and state live."""
     blocks: tuple[str, ...] | None = None
     """Names of the lists of blocks, such as [model.layers], where they are not found."""
-    window: Count = 3
-    """Blocks that are on the device at once."""
+    headroom: float = 0.1
+    """Memory that is left free where device_memory or host_memory is not given: a part of what is free, below 1, or
+    bytes, such as "2GiB"."""
+    activations: Ways = AUTO
+    """What becomes of blocks' activations: keep them on the device for the backward, recompute them there, or do so
+    from inputs that wait in RAM (host); or by block; auto: for each what is fastest and fits."""
+    window: Count | None = None
+    """Blocks that are on the device at once; 3 unless given, more where that is faster, fewer where not all fit."""
     rows: Count | None = None
-    """Rows of a micro-batch that pass through a block at once; all unless given."""
-    recompute: bool = True
-    """Compute a block's activations again in the backward; false: keep them, which takes memory and saves time."""
+    """Rows of a micro-batch that pass through a block at once; all unless given, or as many as fit."""
     overlap: bool = True
     """Copies, disk and updates run beside the compute; false: one after the other, with equal results."""
     update: Literal["auto", "host", "device", "both"] = "auto"
-    """Where weights are updated whose optimizer state is in RAM, with equal results; auto: both at a time on a GPU with
-    memory for it, else the host."""
+    """Where weights are updated whose optimizer state is in RAM, with equal results: there, or on the device, which it
+    passes in pieces, or both at a time; auto: whatever is fastest and fits."""
     check_memory: bool = True
     """Check the device's peak against its budget with the first batch, before any update."""
     threads: Count | None = None
@@ -248,6 +252,18 @@ class RunConfig(BaseModel):
             size = 0
         if size <= 0:
             raise ValueError('is no size: use bytes or text such as "8GiB"')
+        return size
+
+    @field_validator("headroom", mode="before")
+    @classmethod
+    def _share_or_bytes(cls, value: Any) -> Any:
+        try:
+            size = float(value) if not isinstance(value, str) or value.replace(".", "", 1).isdigit() else None
+            size = float(parse_bytes(value)) if size is None else size
+        except (OptionError, TypeError, ValueError):
+            size = -1.0
+        if not 0 <= size < 2**63:
+            raise ValueError('is neither a part of what is free, such as 0.1, nor bytes such as "2GiB"')
         return size
 
     @field_validator("placement", mode="before")

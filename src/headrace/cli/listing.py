@@ -9,7 +9,8 @@ from headrace.cli.flags import METAVARS
 
 # Where an option takes more than its type says: sizes as text, a fraction or paths, a nested mapping.
 _KINDS = {
-    "chat_template": "FILE", "data": "list of PATH|ID", "log": "FILE",
+    "activations": "auto | WAY | {BLOCK: WAY, ...}", "chat_template": "FILE", "data": "list of PATH|ID",
+    "headroom": "PART | SIZE", "log": "FILE",
     "lora": "{r: N, alpha: NUMBER, ...}", "placement": "auto | {weights: TIER, state: TIER, ...}",
     "placement.weights": "TIER | {BLOCK: TIER, ...}", "placement.state": "TIER | {BLOCK: TIER, ...}",
     "quantize": "CODEC | {codec: CODEC, ...}", "validation": "FRACTION | list of PATH",

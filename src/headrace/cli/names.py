@@ -33,14 +33,14 @@ ELSEWHERE = {
     "eval_steps": "eval_every", "eval_interval": "eval_every", "save_steps": "save_every",
     "save_interval": "save_every", "save_total_limit": "keep", "resume_from_checkpoint": "resume", "log_file": "log",
     "pack": "packing", "quantization": "quantize", "load_in_4bit": "quantize", "load_in_8bit": "quantize",
-    "attn_implementation": "attention", "torch_compile": "compile", "gradient_checkpointing": "recompute",
-    "activation_checkpointing": "recompute", "amp": "autocast", "mixed_precision": "autocast", "bf16": "dtype",
+    "attn_implementation": "attention", "torch_compile": "compile", "gradient_checkpointing": "activations",
+    "activation_checkpointing": "activations", "amp": "autocast", "mixed_precision": "autocast", "bf16": "dtype",
 }  # fmt: skip
 # The same for options inside a section.
 INSIDE = {
     "rank": "r", "lora_r": "r", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "targets",
     "target_parameters": "parameters", "use_rslora": "rslora", "use_dora": "dora", "moments": "state",
-    "optimizer": "state", "activations": "inputs",
+    "optimizer": "state",
 }  # fmt: skip
 
 

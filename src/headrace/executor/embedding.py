@@ -67,7 +67,7 @@ def whole(stream: Stream, matrix: int, weight: nn.Parameter) -> Tensor | None:
         module = nn.Embedding(1, columns)
         module.weight = weight
         text = f"{stream.spec.matrices[matrix].name} is used outside its module: it comes to the device in one piece"
-        stream.tell_once(f"whole {matrix}", "whole", text)
+        stream.tell_once(f"whole {matrix}", "whole", text, rows=rows, columns=columns)
         taken = TakenEmbedding(matrix, module, module.forward)
         value: Tensor = meet(("whole", matrix), torch.arange(rows), lambda items: embed(stream, taken, items))
         root.whole[matrix] = value.to(weight.dtype)

@@ -90,7 +90,8 @@ class ActivationPaging:
         self._at: Callable[[], Page | None] = lambda: None
         """The page that the backward is at."""
         self._loaded: weakref.WeakSet[Copy] = weakref.WeakSet()
-        self.events.add("offload", f"activations of {len(blocks) - keep_last} of {len(blocks)} blocks wait on the host")
+        self.events.add("offload", f"activations of {len(blocks) - keep_last} of {len(blocks)} blocks wait on the host",
+                        blocks=len(blocks), keep_last=keep_last)  # fmt: skip
 
     @property
     def host_bytes(self) -> int:
@@ -103,7 +104,7 @@ class ActivationPaging:
         self._look_at_device()
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             text = "hooks for saved tensors are set already (a paging, save_on_cpu): inside, torch calls ours alone"
-            self.events.once("outer", "offload", text)
+            self.events.once("outer", "offload", text, blocks=len(self._blocks))
         self._handles = [b.register_forward_pre_hook(_uncompiled(self._begin)) for b in dict.fromkeys(self._blocks)]
         self._handles.append(self._blocks[-1].register_forward_hook(_uncompiled(self._end)))
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -116,7 +117,8 @@ class ActivationPaging:
         if kind != self._kind:
             self._kind, self._pool = kind, HostPool(self._pin and kind == "cuda", self._room)
             if kind != "cuda":
-                self.events.once("cpu", "offload", f"the model is on the {kind}: pages move within the same memory")
+                self.events.once("cpu", "offload", f"the model is on the {kind}: pages move within the same memory",
+                                 blocks=len(self._blocks))  # fmt: skip
 
     def __exit__(self, *exc: object) -> None:
         assert self._hooks is not None
@@ -207,7 +209,7 @@ class ActivationPaging:
     def _send(self, source: Tensor, place: Place, gaps: bool) -> Copy:
         self.sent_bytes += place.memory.numel()
         if self._pool.note:
-            self.events.once("pageable", "pageable", self._pool.note)
+            self.events.once("pageable", "pageable", self._pool.note, bytes=format_bytes(self._pool.nbytes))
         side = self._side(source.device)
         if side is None:
             return Copy(source, place, gaps)

@@ -12,6 +12,7 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,11 +46,11 @@ class Stream:
 
     def __init__(
         self, regions: Regions, executor: Executor, actions: Actions,
-        inputs: InputStore, sink: Sink, predicted: list[Visit], rows: int | None, recompute: bool, events: EventLog,
+        inputs: InputStore, sink: Sink, predicted: list[Visit], rows: int | None, events: EventLog,
     ) -> None:  # fmt: skip
         self.regions = regions
         self.executor, self.actions, self.inputs, self.sink = executor, actions, inputs, sink
-        self.device, self.rows, self.recompute, self.events = regions.device, rows, recompute, events
+        self.device, self.rows, self.events = regions.device, rows, events
         self.roots = Roots()
         executor.settle = weakref.WeakMethod(self.settle)
         self.slots: tuple[int | None, ...] = (None,) * regions.placement.slots
@@ -140,7 +141,7 @@ class Stream:
 
     def stash(self, visit: BlockVisit, tensors: Sequence[Tensor]) -> list[Tensor | None]:
         pass_: Pass = visit.saved.pass_
-        if not self.placement.offload or not visit.needs_grad:
+        if not self.placement.sends(visit.block.unit) or not visit.needs_grad:
             return list(tensors)
         sent, kept = [], list[Tensor | None](tensors)
         for index, tensor in enumerate(tensors):
@@ -169,8 +170,8 @@ class Stream:
         visit.saved.record = None
         visit.saved.pass_.inputs.pop(visit.number, None)
 
-    def tell_once(self, key: str, kind: str, text: str) -> None:
-        self.events.once(key, kind, text)
+    def tell_once(self, key: str, kind: str, text: str, **numbers: object) -> None:
+        self.events.once(key, kind, text, **numbers)
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -223,8 +224,7 @@ class Stream:
             self.looked()
             current = self._pass = Pass(training, self._predicted[training], root, updates=self.updates)
         visits = current.onwards(unit, kind)
-        if self.placement.offload and training:
-            visits = [Visit(v.unit, v.kind, v.grad, saves_input=v.kind == BLOCK) for v in visits]
+        visits = [replace(v, saves_input=training and v.kind == BLOCK and self.placement.sends(v.unit)) for v in visits]
         return self._start(build.forward(self.spec, self.placement, visits, self.slots), visits, len(current.visits))
 
     def _start(self, program: Program, visits: list[Visit], offset: int) -> Walk:

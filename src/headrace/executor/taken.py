@@ -18,11 +18,12 @@ from headrace.executor.window import meet
 from headrace.loss.lazy import LazyLogits
 from headrace.loss.tiled import HeadSpec, reduce_losses
 from headrace.model.caches import cache_class, check_caches
+from headrace.model.calls import Call
 from headrace.model.containers import containers, write_back
 from headrace.model.parked import is_parked, whole_value
 from headrace.model.side import guard_changes, tensor_attributes
 from headrace.model.surroundings import Autocast, record_outside
-from headrace.model.visit import Block, BlockVisit, Call, VisitFunction
+from headrace.model.visit import Block, BlockVisit, VisitFunction
 from headrace.spec.model import BLOCK
 
 
@@ -133,7 +134,7 @@ class TakenBlock(Taken):
         """One visit for these calls. What it gives each caller finishes the call in the caller's own thread."""
         visit = BlockVisit(self.stream, self.block, calls)
         tensors = [tensor for call in calls for tensor in call.packed.tensors]
-        watched = self.block.sets_attributes is not False and self.stream.recompute
+        watched = self.block.sets_attributes is not False and not visit.keeps
         before = tensor_attributes(self.block.module) if watched else {}
         results = VisitFunction.apply(visit, visit.anchor.tensor, *tensors)  # type: ignore[no-untyped-call]
         if watched:
@@ -209,7 +210,7 @@ class TakenHeadCall(Taken):
         def compute() -> Tensor:
             if self.stream.updates != updates:
                 text = "logits were asked for after the weights had been updated: they are those of the new weights"
-                self.stream.tell_once("late logits", "logits", text)
+                self.stream.tell_once("late logits", "logits", text, updates=self.stream.updates - updates)
             with autocast():
                 return self._logits(input)
 

@@ -23,6 +23,7 @@ from headrace.executor.stream import Stream
 from headrace.model.surroundings import RandomState
 from headrace.model.visit import BlockVisit
 from headrace.spec.model import BLOCK, ModelSpec
+from headrace.spec.placement import KEEP, RECOMPUTE, SEND, Placement
 from headrace.store.regions import Regions
 
 LOGIT_BYTES = 14
@@ -53,8 +54,8 @@ class Trial:
     events: EventLog
     bound: int | None = None
     """Most bytes of device memory that a step is expected to use."""
-    sends: bool = False
-    """Inputs of blocks may be sent to RAM although everything else is on the device."""
+    adapts: bool = False
+    """Fewer activations may be kept than was planned, and inputs of blocks be sent to RAM."""
     divides: bool = True
     """Rows of a batch may pass a block one part after the other."""
     guard: Rehearsed | None = None
@@ -72,7 +73,7 @@ class Trial:
         its forward must run again because fewer rows pass at a time now. Raises PlanError where nothing helps."""
         device = visit.stream.device
         self.largest = max(self.largest, _rows(visit))
-        if not measures(device) or not visit.stream.recompute:
+        if not measures(device) or visit.keeps:
             return False
         hidden = max((t.nbytes for t in (*tensors, *results) if t.is_floating_point()), default=0) * len(visit.calls)
         if self._fits(hidden):
@@ -95,9 +96,14 @@ class Trial:
                     check = peak(device, lambda: guard.rehearse(visit, tensors, needs, grads)) - base
                 self.guard_bytes = max(0, check - work)
                 work = max(work, check)
+            kept = 0
+            if KEEP in self.regions.placement.activations:
+                graphs = visit.graphs(tensors, needs)
+                kept = allocated(device) - base
+                del graphs
         random.restore(device)
-        most = max(work, loss)
-        self.bound = bound = base + most + WINDOW_BUFFERS * hidden + self._inputs(hidden, most + base)
+        others = base + max(work, loss) + WINDOW_BUFFERS * hidden
+        self.bound = bound = others + self._activations(hidden, kept, others)
         self._hidden, self._base = hidden, base
         self.events.add("memory", f"device memory stays below {format_bytes(self.bound)}",
                         block=format_bytes(work), allocated=format_bytes(base))  # fmt: skip
@@ -131,7 +137,15 @@ class Trial:
         return True
 
     def halve(self, stream: Stream, reason: str) -> bool:
-        """The same after a step ran out of memory elsewhere; it must begin anew."""
+        """The same after a step ran out of memory elsewhere, or no activations are kept; it must begin anew."""
+        if self.adapts and KEEP in self.regions.placement.activations:
+            before = self.regions.placement
+            ways = tuple(SEND if way == KEEP else way for way in before.activations)
+            self.regions.placement, self.bound = replace(before, activations=ways), None
+            self.events.add("out of memory", "activations are recomputed, not kept: the device ran out of memory",
+                            kept=before.activations.count(KEEP), said=" ".join(reason.split()[:40]))  # fmt: skip
+            torch.cuda.empty_cache()
+            return True
         now = min(stream.rows or self.largest, self.largest)
         if not self.divides or now < 2:
             return False
@@ -162,18 +176,30 @@ class Trial:
         now = self._now(visit)
         return min(now - 1, int(now * room / max(work, 1))) if room >= loss else 0
 
-    def _inputs(self, hidden: int, others: int) -> int:
-        """Bytes of the blocks' inputs on the device, where they wait for the backward; 0 when they wait in RAM."""
-        regions = self.regions
-        size = hidden * sum(unit.kind == BLOCK for unit in regions.spec.units)
-        if regions.placement.offload:
-            return 0
-        if self.sends and self.budget is not None and others + WINDOW_BUFFERS * hidden + size > self.budget:
-            regions.placement = replace(regions.placement, offload=True)
-            self.events.add("inputs", "of blocks wait in host memory: the device has no room for them",
-                            bytes=format_bytes(size))  # fmt: skip
-            return 0
-        return size
+    def _activations(self, hidden: int, kept: int, others: int) -> int:
+        """Bytes that wait on the device for the backward: graphs of `kept` bytes of the blocks that keep them, inputs
+        of `hidden` bytes of those that are recomputed from there. What has no room beside `others` is given up."""
+        regions, before = self.regions, self.regions.placement
+        blocks = [unit.index for unit in regions.spec.units if unit.kind == BLOCK]
+
+        def waiting(placement: Placement) -> int:
+            inputs = sum(not placement.keeps(unit) and not placement.sends(unit) for unit in blocks)
+            return sum(map(placement.keeps, blocks)) * kept + inputs * hidden
+
+        size = waiting(before)
+        if self.budget is None or not self.adapts or others + size <= self.budget:
+            return size
+        room = self.budget - others
+        graphs = [unit for unit in blocks if before.keeps(unit)]
+        fitting = graphs[len(graphs) - min(len(graphs), max(0, room) // max(kept, 1)) :]  # the last are kept shortest
+        regions.placement = after = replace(before, activations=tuple(
+            KEEP if unit.index in fitting else SEND if unit.kind == BLOCK else RECOMPUTE for unit in regions.spec.units
+        ))  # fmt: skip
+        text = "inputs of blocks wait in host memory: the device has no room for all that was to stay there"
+        self.events.add("activations", text, graphs=f"{len(fitting)} of {len(graphs)} kept",
+                        inputs=f"{sum(map(after.sends, blocks))} sent", graph=format_bytes(kept),
+                        input=format_bytes(hidden), room=format_bytes(max(0, room)))  # fmt: skip
+        return waiting(after)
 
     def _refusal(self, visit: BlockVisit, fitting: int, work: int, loss: int, hidden: int) -> PlanError:
         advice = "Use shorter sequences, a smaller batch, a smaller window, or more device_memory"
@@ -194,9 +220,8 @@ class Trial:
         """After a whole step: what was promised against what was measured."""
         if self.bound is not None:
             kind = "memory" if measured <= self.bound else "memory exceeded"
-            self.events.once(
-                "peak", kind, f"measured device peak {format_bytes(measured)}, bound {format_bytes(self.bound)}"
-            )
+            text = f"measured device peak {format_bytes(measured)}, bound {format_bytes(self.bound)}"
+            self.events.once("peak", kind, text, peak=measured, bound=self.bound)
 
 
 def _loss_bytes(spec: ModelSpec, hidden: int) -> int:

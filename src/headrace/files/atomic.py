@@ -139,7 +139,8 @@ def sweep_temporary(folder: str | os.PathLike[str], events: EventLog | None = No
             if dead and not target.exists():
                 os.rename(path, target)
                 if events is not None:
-                    events.add("recovered", f"{target} was put back: the write that replaced it was killed")
+                    events.add("recovered", f"{target} was put back: the write that replaced it was killed",
+                               bytes=leftovers.disk_usage(target))  # fmt: skip
     swept = leftovers.sweep(place, lambda name: name.startswith((TEMPORARY, REPLACED)))
     if swept.paths and events is not None:
         text = f"{len(swept.paths)} unfinished writes of killed runs were removed from {place}"

@@ -152,7 +152,7 @@ class StreamedTraining(_Base):
         session = _session_of(model)
         assert session is not None
         for kind, text in self._setup.notes:
-            session.events.add(kind, text)
+            session.events.add(kind, text, step=session.steps)
         self._begin(session)
         return wrapped
 
@@ -176,7 +176,7 @@ class StreamedTraining(_Base):
         if session is None:
             self._setup.notes.append((kind, text))
         else:
-            session.events.add(kind, text)
+            session.events.add(kind, text, step=session.steps)
 
     def _adopt(self, session: Session) -> None:
         """The model came wrapped: its session must do what the arguments say, and its optimizer must be given, for it

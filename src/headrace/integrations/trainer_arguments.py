@@ -27,7 +27,7 @@ DECIDED = {
     "seed": "seed",
 }
 """Options of wrap that TrainingArguments decide, and by what."""
-_PAGED = "use headrace={'placement': {'inputs': 'host'}}"
+_PAGED = "use headrace={'activations': 'host'}"
 
 
 @dataclass
@@ -148,8 +148,8 @@ def refused(args: Any, given: Mapping[str, Any]) -> Iterator[str]:
         yield f"activation_offloading=True: {_PAGED}"
     if checkpointing(args) and _checkpointing_options(args).get("offload"):
         yield f"activation_checkpointing_kwargs={{'offload': True}}: {_PAGED}"
-    if checkpointing(args) and given.get("recompute") is False:
-        yield "activation_checkpointing=True beside headrace={'recompute': False}: drop one of the two"
+    if checkpointing(args) and given.get("activations") == "keep":
+        yield "activation_checkpointing=True beside headrace={'activations': 'keep'}: drop one of the two"
 
 
 def optimizer_name(args: Any) -> str:

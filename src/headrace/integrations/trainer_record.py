@@ -31,7 +31,7 @@ class RunRecorder(TrainerCallback):
         try:
             self._record = RunRecord(path, position_after(path, state.global_step))
         except OSError as error:
-            session.events.add("record", f"none is kept: {error}")
+            session.events.add("record", f"none is kept: {error}", step=state.global_step)
             return
         rows = args.train_batch_size * args.gradient_accumulation_steps
         self._record.begin(steps=state.max_steps, after_step=state.global_step, rows=rows, **self._samples.facts())

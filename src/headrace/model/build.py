@@ -302,7 +302,8 @@ def _untie_different(model: Any, plan: ConversionPlan, reader: TensorReader, eve
             plan.missing.add(target)
         else:
             del model.all_tied_weights_keys[target]
-            events.add("load", f"{target} and {origin} are not tied: the checkpoint holds two different tensors")
+            events.add("load", f"{target} and {origin} are not tied: the checkpoint holds two different tensors",
+                       elements=model.get_parameter(target).numel())  # fmt: skip
 
 
 def _digest(reader: TensorReader, plan: ConversionPlan, name: str) -> list[bytes]:

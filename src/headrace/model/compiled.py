@@ -29,39 +29,48 @@ class Compiler:
     """Compiles each block's forward at its first call; `tell` hears when a class of blocks runs as it is instead.
 
     Blocks of one class share the code of their forward, so that torch.compile compiles it once for all of them, and
-    again where an attribute that the code reads differs. `recompute`: the backward runs the forward again.
+    again where an attribute that the code reads differs. Those whose graphs are kept are compiled as torch does it by
+    itself: they are not run again.
     """
 
-    def __init__(self, device: torch.device, tell: Callable[[str, str, str], None], recompute: bool) -> None:
+    def __init__(self, device: torch.device, tell: Callable[[str, str, str], None]) -> None:
         self._device, self._tell = device, tell
-        self._ways: dict[type[nn.Module], str] = {}
-        """How blocks of a class run. Whole: as one graph. Parts: torch.compile found none, and makes several."""
+        self._ways: dict[tuple[type[nn.Module], bool], str] = {}
+        """How blocks of a class run, and whether their graphs are kept. Whole: as one graph. Parts: torch.compile found
+        none, and makes several."""
         self._replays = Replays()
-        self._first = WHOLE if recompute else PARTS
 
-    def compile(self, module: nn.Module) -> tuple[Forward, Forward]:
-        """What to call in place of `module.forward`: in a forward, and in the recompute of a backward."""
+    def compile(self, module: nn.Module, keeps: Callable[[], bool]) -> tuple[Forward, Forward]:
+        """What to call in place of `module.forward`: in a forward, and in the recompute of a backward. `keeps`: whether
+        the graph of a forward that begins now is kept."""
         eager: Forward = module.forward
         ways = {
             WHOLE: torch.compile(eager, backend=self._replays.backend, fullgraph=True),
             PARTS: torch.compile(eager, backend=lower),
         }
-        run = functools.partial(self._run, type(module), eager, ways)
+        recomputed = functools.partial(self._run, (type(module), False), eager, ways)
+        kept = functools.partial(self._run, (type(module), True), eager, ways)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return (kept if keeps() else recomputed)(*args, **kwargs)
 
         def again(*args: Any, **kwargs: Any) -> Any:
             with self._replays:
-                return run(*args, **kwargs)
+                return recomputed(*args, **kwargs)
 
         return run, again
 
-    def _run(self, kind: type[nn.Module], eager: Forward, ways: dict[str, Forward], *args: Any, **kwargs: Any) -> Any:
-        way = self._ways.get(kind, self._first)
+    def _run(
+        self, which: tuple[type[nn.Module], bool], eager: Forward, ways: dict[str, Forward], *args: Any, **kwargs: Any
+    ) -> Any:
+        kind, keeps = which
+        way = self._ways.get(which, PARTS if keeps else WHOLE)
         random = RandomState.now(self._device)
         while way != EAGER:
             try:
                 self._replays.computed = 0
                 result = ways[way](*args, **kwargs)
-                self._ways[kind] = PARTS if self._keeps_more(result) else way
+                self._ways[which] = PARTS if self._keeps_more(result) else way
                 return result
             except Exception as error:
                 random.restore(self._device)  # it may fail half-way, after numbers that the recompute will draw again
@@ -70,7 +79,7 @@ class Compiler:
                     way = PARTS
                     continue
                 result = eager(*args, **kwargs)  # raises again what is a fault of the model, not of the compiler
-                self._ways[kind] = EAGER
+                self._ways[which] = EAGER
                 reason = " ".join(str(error).split()[:30])
                 text = f"{kind.__name__} runs uncompiled: {type(error).__name__}: {reason}"
                 self._tell(f"uncompiled {kind.__name__}", "compile", text)

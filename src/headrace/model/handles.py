@@ -111,5 +111,5 @@ def refusing_reentrant(name: str) -> Iterator[None]:
         raise StepError(
             f"{name} holds a checkpoint with use_reentrant=True",
             "Headrace recomputes blocks itself, and differentiates them by their inputs",
-            "Remove the checkpoint, or give it use_reentrant=False; recompute=False works with either",
+            "Remove the checkpoint, or give it use_reentrant=False; activations='keep' works with either",
         ) from error

@@ -94,12 +94,13 @@ def fuse(blocks: Iterable[nn.Module], device: torch.device, events: EventLog, un
         count += 1
         wrong = _check(layer, device)
         if wrong:
-            events.once("low rank", "kernels", f"plain torch computes what adapters add: {wrong}")
+            events.once("low rank", "kernels", f"plain torch computes what adapters add: {wrong}",
+                        layers=len(layers))  # fmt: skip
         layer.__class__ = fused
         undo.append(functools.partial(setattr, layer, "__class__", plain))
     others = "; ".join(f"{number} are left to peft: {reason}" for reason, number in left.items())
     text = f"{count} of {len(layers)} adapted layers keep one copy of their input for the backward"
-    events.add("lora", f"{text}; {others}" if others else text)
+    events.add("lora", f"{text}; {others}" if others else text, fused=count, left=len(layers) - count)
 
 
 def _check(layer: Any, device: torch.device) -> str:

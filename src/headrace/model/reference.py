@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from headrace.model import rows
+from headrace.model.calls import Call, Slice
 from headrace.model.surroundings import RandomState
-from headrace.model.visit import Block, BlockVisit, Call, Slice
+from headrace.model.visit import Block, BlockVisit
 
 NARROW = (torch.bfloat16, torch.float16)
 

@@ -69,13 +69,14 @@ def find(
     chosen = list({id(p): p for p in chosen}.values())
     if not chosen:
         return Resident(adapters=known)
-    if guarded:
-        events.add("resident", "guard_every checks what blocks own: what frozen blocks train streams with them")
-        return Resident(adapters=known)
     elements = sum(p.numel() for p in chosen)
     moments = len(state.moments) * itemsize(state.moment_dtype)
     need = sum(p.numel() * (max(4, p.dtype.itemsize + 2) + 4 + moments) for p in chosen)  # with masters, fp32 gradients
     numbers = {"tensors": len(chosen), "elements": elements, "bytes": format_bytes(need)}
+    if guarded:
+        text = "guard_every checks what blocks own: what frozen blocks train streams with them"
+        events.add("resident", text, **numbers)
+        return Resident(adapters=known)
     if budget is not None and need > BUDGET_SHARE * budget:
         limit = f"{BUDGET_SHARE:.0%} of {format_bytes(budget)}"
         text = f"what frozen blocks train streams with them: weights, gradients and state take more than {limit}"

@@ -38,7 +38,7 @@ class _Lost(torch.autograd.Function):
         raise StepError(
             f"{ctx.name} was set inside a streamed block and needs a gradient",
             "a block is recomputed in the backward, and only its results carry gradients",
-            "Return the tensor from the block's forward, or use recompute=False",
+            "Return the tensor from the block's forward, or use activations='keep'",
         )
 
 

@@ -191,7 +191,8 @@ def _find_matrices(
         own = isinstance(m, nn.Embedding) and type(m).forward is not nn.Embedding.forward
         replaced = isinstance(m, (nn.Embedding, nn.Linear)) and "forward" in m.__dict__
         if (own or replaced) and id(m) not in allowed | inside:
-            events.add("whole", f"{name} stays on the device: its forward is its own")
+            elements = sum(p.numel() for p in m.parameters())
+            events.add("whole", f"{name} stays on the device: its forward is its own", elements=elements)
     hooked = {id(m.weight) for m in (*embeddings, *heads) if _has_hooks(m.weight)}
     if hooked:
         events.add("hooks", "embeddings or heads whose gradients have hooks stay on the device", weights=len(hooked))

@@ -20,11 +20,13 @@ from torch.autograd.function import once_differentiable
 from headrace.base.errors import StepError
 from headrace.model import containers, rows
 from headrace.model.anchor import Anchor
+from headrace.model.calls import Call, Slice
 from headrace.model.containers import Packed
 from headrace.model.fitting import fitted
 from headrace.model.handles import passing_graph, refusing_reentrant, weights_as_handles
-from headrace.model.surroundings import Autocast, Buffers, RandomState, Surroundings, recorded_keys, recording
+from headrace.model.surroundings import Autocast, Buffers, RandomState, Surroundings, recording
 from headrace.spec.model import ModelSpec
+from headrace.spec.placement import Placement
 
 
 @dataclass(eq=False)
@@ -67,7 +69,6 @@ class Stream(Protocol):
 
     device: torch.device
     rows: int | None
-    recompute: bool
     trial: Callable[[BlockVisit, Sequence[Tensor], Sequence[Tensor]], bool]
     """Called inside the lease of each forward, to bound the device's peak. True: run it again, with fewer rows."""
     survives: Callable[[BlockVisit, str], bool]
@@ -77,6 +78,9 @@ class Stream(Protocol):
 
     @property
     def spec(self) -> ModelSpec: ...
+
+    @property
+    def placement(self) -> Placement: ...
 
     def leased(self, visit: BlockVisit, backward: bool) -> contextlib.AbstractContextManager[None]:
         """The block's parameters point at its weights inside; gradients are collected in a backward."""
@@ -90,40 +94,7 @@ class Stream(Protocol):
     def let_go(self, visit: BlockVisit) -> None:
         """No other backward will fetch the visit's tensors."""
 
-    def tell_once(self, key: str, kind: str, text: str) -> None: ...
-
-
-@dataclass
-class Slice:
-    """One run of a call: its rows (None: all), and what its recompute must find again."""
-
-    bounds: tuple[int, int] | None
-    surroundings: Surroundings
-    kept: tuple[list[Tensor], list[Tensor]] | None = None
-    """(inputs, outputs) of its graph, when activations are kept instead of recomputed."""
-
-
-class Call:
-    """One call of the block by one micro-batch."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int | None) -> None:
-        self.given = (args, kwargs)
-        self.packed = Packed(self.given)
-        self.batch = batch
-        self.keys = recorded_keys()
-        self.slices: list[Slice] = []
-        self.plan: rows.RowPlan | None = None
-        self.results = 0
-        """How many tensors its result holds."""
-        self.differentiable: list[bool] = []
-        """Those that a gradient can pass; the others need none in plain PyTorch either."""
-        self.product: Packed | None = None
-        """The result's shape; beside it changes to containers, recorded outputs and written arguments."""
-
-    def forget_arguments(self) -> None:
-        """Only the shape around the tensors is needed from now on."""
-        del self.given
-        self.packed.tensors = []
+    def tell_once(self, key: str, kind: str, text: str, **numbers: object) -> None: ...
 
 
 class BlockVisit:
@@ -131,6 +102,8 @@ class BlockVisit:
 
     def __init__(self, stream: Stream, block: Block, calls: list[Call]) -> None:
         self.stream, self.block, self.calls = stream, block, calls
+        self.keeps = stream.placement.keeps(block.unit)
+        """The graphs of its forward stay until the backward, which recomputes nothing."""
         self.autocast = Autocast.now(stream.device)
         self.counts = [len(call.packed.tensors) for call in calls]
         self.anchor = Anchor(trained := bool(block.trained))
@@ -187,7 +160,7 @@ class BlockVisit:
         marks = buffers.marks()
         leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
         product = self._under_gradients(call, leaves, slice_.surroundings.random)
-        if not self.stream.recompute:
+        if self.keeps:
             slice_.kept = (leaves, list(product.tensors))
         called_for = call.differentiable or [False] * len(product.tensors)
         call.differentiable = [a or t.requires_grad for a, t in zip(called_for, product.tensors, strict=True)]
@@ -200,7 +173,7 @@ class BlockVisit:
     def _under_gradients(self, call: Call, leaves: list[Tensor], random: RandomState) -> Packed:
         """Run under gradients, also when no graph is kept: attention picks its kernel by what needs a gradient, and the
         recompute must meet the same one."""
-        passing, block = self.stream.recompute, self.block
+        passing, block = not self.keeps, self.block
         hooks = passing_graph(block.takes_hooks) if passing else weights_as_handles(block.parameters)
         try:
             with torch.enable_grad(), hooks:
@@ -210,7 +183,7 @@ class BlockVisit:
                 raise
         block.takes_hooks = False
         text = f"{block.name} uses torch.func inside: what somebody holds of its forward keeps its activations"
-        self.stream.tell_once(f"hooks {block.name}", "hooks", text)
+        self.stream.tell_once(f"hooks {block.name}", "hooks", text, unit=block.unit)
         random.restore(self.stream.device)
         return self._under_gradients(call, leaves, random)
 
@@ -233,7 +206,8 @@ class BlockVisit:
             self.block.inputs_change = bool(product.written)
             if self.block.inputs_change:
                 text = f"{self.block.name} writes into its arguments; it is given copies"
-                self.stream.tell_once(f"inputs {self.block.name}", "copies", text)
+                written = sum(inputs[index].nbytes for index in product.written)
+                self.stream.tell_once(f"inputs {self.block.name}", "copies", text, bytes=written)
         back = {id(copy): tensor for copy, tensor in zip(copies, inputs, strict=True)}
         if not self.block.inputs_change:
             product.tensors = [back.get(id(tensor), tensor) for tensor in product.tensors]
@@ -266,7 +240,7 @@ class BlockVisit:
             self.block.row_plans[key] = plan
             if plan is None:
                 text = f"{type(self.block.module).__name__} runs whole: no test found which dimension holds the rows"
-                self.stream.tell_once(f"rows {type(self.block.module).__name__}", "rows", text)
+                self.stream.tell_once(f"rows {type(self.block.module).__name__}", "rows", text, rows=call.batch)
         return self.block.row_plans[key]
 
     def write_back(self, tensors: Sequence[Tensor], results: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -342,15 +316,32 @@ class BlockVisit:
         """(inputs, outputs) of one slice with the graph between them: kept, or recomputed now."""
         if slice_.kept is not None:
             return slice_.kept
-        if not self.stream.recompute:
+        if self.keeps:
             raise StepError("a second backward through kept activations", "they were freed", "Use retain_graph=True")
+        return self._again(call, slice_, tensors, needs, self.block.again)
+
+    def _again(
+        self, call: Call, slice_: Slice, tensors: Sequence[Tensor], needs: Sequence[bool], run: Callable[..., Any]
+    ) -> tuple[list[Tensor], list[Tensor]]:
         inputs = list(tensors)
         if slice_.bounds is not None and call.plan is not None:
             inputs = rows.take(tensors, call.plan.inputs, *slice_.bounds)
         leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
         with torch.enable_grad(), slice_.surroundings.again(self.stream.device, self.block.buffers):
             arguments = [leaf.clone() for leaf in leaves] if self.block.inputs_change else leaves
-            return leaves, self._run(call, arguments, self.block.again).tensors
+            return leaves, self._run(call, arguments, run).tensors
+
+    def graphs(self, tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[object]:
+        """What the visit would keep instead of recomputing it, alive for as long as the result is. Of a compiled block
+        it is what its uncompiled forward keeps, which is more."""
+        found: list[object] = []
+        start = 0
+        with weights_as_handles(self.block.parameters):
+            for call, count in zip(self.calls, self.counts, strict=True):
+                given = tensors[start : start + count], needs[start : start + count]
+                found += [self._again(call, slice_, *given, self.block.original) for slice_ in call.slices]
+                start += count
+        return found
 
 
 def _refuse_unseen(name: str, inputs: list[Tensor], copies: list[Tensor], product: Packed) -> None:

@@ -20,7 +20,7 @@ from headrace.schedule.op import Op
 from headrace.spec.footprint import passes_device, stage_bytes
 from headrace.spec.formats import itemsize
 from headrace.spec.hardware import HardwareProfile
-from headrace.spec.model import BLOCK, REST, TILE, Unit
+from headrace.spec.model import BLOCK, REST, Unit
 from headrace.spec.placement import DEVICE, Placement
 
 READS, WRITES = 14, 12
@@ -33,14 +33,11 @@ class Costs:
     """The costs of the ops of one model, placement and work, on one machine."""
 
     def __init__(
-        self, subject: Subject, placement: Placement, work: Work, profile: HardwareProfile,
-        recompute: bool = True, compiled: bool = True,
-    ) -> None:  # fmt: skip
+        self, subject: Subject, placement: Placement, work: Work, profile: HardwareProfile, compiled: bool = True
+    ) -> None:
         self.subject, self.placement, self.work, self.profile = subject, placement, work, profile
-        self.recompute, self.compiled = recompute, compiled
-        self._visits: dict[tuple[int, bool], float] = {}
-        self._updated: dict[int, tuple[int, float]] = {}
-        """By unit: its trained weights, and the bytes of one's update against those that rates are counted by."""
+        self.compiled = compiled
+        self._taken: dict[tuple[str, str, int, str, str], Taken] = {}
 
     # -- what is shared ---------------------------------------------------------------------------------------------
 
@@ -76,6 +73,12 @@ class Costs:
 
     def taken(self, op: Op) -> Taken:
         """What an op takes."""
+        key = op.verb, op.region, op.unit, op.place, op.lane
+        if key not in self._taken:
+            self._taken[key] = self._of(op)
+        return self._taken[key]
+
+    def _of(self, op: Op) -> Taken:
         if op.verb in ("FORWARD", "BACKWARD"):
             return self._compute(op)
         if op.verb in ("LOAD", "SEND"):
@@ -130,10 +133,8 @@ class Costs:
         if op.region == "state" and op.place.startswith("l"):
             return Taken(SMALLEST)  # a guess is confirmed
         unit, rates = self._unit(op), self.profile.updates
-        if op.unit not in self._updated:
-            count = sum(entry.numel for entry in unit.trained.entries)
-            self._updated[op.unit] = count, update_bytes(unit) / (READS + WRITES)
-        count, share = self._updated[op.unit]
+        count = sum(entry.numel for entry in unit.trained.entries)
+        share = update_bytes(unit) / (READS + WRITES)
         if self.placement.state[op.unit] == DEVICE:
             rate = rates.resident or rates.host
             return Taken(count * share / rate + SMALLEST, (("cores", 1.0),) if self.profile.shared else (("gpu", 1.0),))
@@ -164,12 +165,10 @@ class Costs:
         if op.unit < 0:
             return self._rows(op)
         unit, backward = self._unit(op), op.verb == "BACKWARD"
-        known = (op.unit, backward)
-        if known not in self._visits:
-            self._visits[known] = self._visit_seconds(unit, backward)
-        each = constants.visit_seconds if self.compiled else constants.visit_seconds_eager
+        again = backward and self._recomputed(unit)
+        each = constants.visit_seconds if self.compiled else constants.visit_seconds_eager * (1 + again)
         runs = self.work.slices if unit.kind == BLOCK else 1
-        return Taken(self._visits[known], uses, issue=each * runs * (2 if backward and not self.compiled else 1))
+        return Taken(self._visit_seconds(unit, backward), uses, issue=each * runs)
 
     @property
     def _arithmetic(self) -> Uses:
@@ -179,7 +178,11 @@ class Costs:
         """An embedding gathers its rows on the host where it streams, and brings back gradients for them."""
         constants = self.profile.calibration
         if op.place == "r":
-            return Taken(3 * self.hidden_bytes / self.profile.compute.memory + SMALLEST, self._arithmetic)
+            moved = 3 if op.verb == "BACKWARD" else 2
+            seconds = moved * self.hidden_bytes / self.profile.compute.memory
+            if self.profile.shared and op.verb == "FORWARD":
+                seconds = min(seconds, self.hidden_bytes / constants.rows_rate)
+            return Taken(seconds + SMALLEST, self._arithmetic)
         gathered = constants.rows_seconds + self.hidden_bytes / constants.rows_rate
         if self.profile.shared:
             gathered -= constants.rows_seconds  # next to nothing, where no device must be waited for
@@ -201,9 +204,9 @@ class Costs:
             flops = self.attention_flops()
             compute = profile.compute
             forward, then = flops / compute.attention_forward, 2.5 * flops / compute.attention_backward
-            seconds += (then + forward * self.recompute) if backward else forward
+            seconds += (then + forward * self._recomputed(unit)) if backward else forward
         if unit.kind == BLOCK:
-            times = (1 + self.recompute if backward else 1) * passes
+            times = (1 + self._recomputed(unit) if backward else 1) * passes
             seconds += times * out * tokens * itemsize(subject.dtype) / profile.compute.memory
         else:
             seconds += 2 * out * tokens * 2 / profile.compute.memory  # the logits of a tile, written and read once
@@ -214,16 +217,20 @@ class Costs:
 
     def matmul_flops(self, unit: Unit, backward: bool) -> float:
         """For each token that meets a unit's weights: 2 FLOPs in the forward, 2 for each of the two gradients. What is
-        compiled leaves the last product out of a block's recompute. A head's logits are computed again always."""
+        compiled leaves the last product out of a block's recompute."""
         active = self.subject.active
         weights = [multiplied(entry, active) for entry in unit.weights.entries]
         if not backward:
             return 2.0 * sum(weights)
         trained = sum(multiplied(entry, active) for entry in unit.trained.entries)
-        again = sum(weights) if unit.kind == TILE or self.recompute else 0.0
-        if unit.kind == BLOCK and self.recompute and self.compiled:
+        again = sum(weights) if self._recomputed(unit) else 0.0
+        if unit.kind == BLOCK and again and self.compiled:
             again -= next((size for size in reversed(weights) if size), 0.0)
         return 2.0 * (sum(weights) + trained + again)
+
+    def _recomputed(self, unit: Unit) -> bool:
+        """Its forward runs again in the backward; a head's does always."""
+        return not self.placement.keeps(unit.index)
 
     def attention_flops(self) -> float:
         """Of one block's forward, for the whole window."""

@@ -6,8 +6,11 @@ from headrace.plan.subject import Subject, Work, features_out
 from headrace.spec.footprint import Footprint, footprint
 from headrace.spec.formats import itemsize
 from headrace.spec.hardware import HardwareProfile
-from headrace.spec.model import BLOCK
+from headrace.spec.model import BLOCK, TILE
 from headrace.spec.placement import Placement
+
+LOGIT_BYTES = 8
+"""Working memory of the loss for each logit."""
 
 
 class Peaks(Footprint):
@@ -16,47 +19,60 @@ class Peaks(Footprint):
 
 def peaks(
     subject: Subject, placement: Placement, work: Work, profile: HardwareProfile, compiled: bool = True,
-    recompute: bool = True, need: Footprint | None = None,
+    need: Footprint | None = None,
 ) -> Peaks:  # fmt: skip
     """What a run takes at most. Where the device is the CPU, all of it is host memory, and the device's part is told
     as the share of it that a device budget bounds. `need`: the footprint of the placement, where it is known already.
     """
     need, constants = need or footprint(subject.spec, placement), profile.calibration
-    size = itemsize(subject.dtype)
-    hidden = work.tokens * subject.hidden * size
-    device = {**need.device, "activations": activations(subject, work, profile, compiled, recompute)}
-    waiting = hidden * sum(visit.kind == BLOCK for visit in subject.visits)
+    hidden = hidden_bytes(subject, work)
+    device = {**need.device, "activations": activations(subject, work, profile, compiled)}
+    visits = [visit.unit for visit in subject.visits if visit.kind == BLOCK]
+    kept, sent = [unit for unit in visits if placement.keeps(unit)], [unit for unit in visits if placement.sends(unit)]
+    device["inputs"] = hidden * (len(visits) - len(kept) - len(sent))
     host = dict(need.host)
-    if placement.offload:
-        device["inputs"] = hidden * (placement.input_slots + constants.input_buffers)
-        host["inputs"] = waiting
-    else:
-        device["inputs"] = waiting
+    if kept:
+        device["kept"] = sum(graph_bytes(subject, unit, work, profile, compiled) for unit in kept)
+    if sent:
+        device["inputs"] += hidden * (placement.input_slots + constants.input_buffers)
+        host["inputs"] = hidden * len(sent)
     host["process"] = constants.host_base_bytes
     if profile.shared:
         host["device"] = sum(device.values())
     else:
         device["driver"] = constants.context_bytes
-        if subject.uses_rows and placement.offload:
+        if subject.uses_rows and sent:
             host["rows"] = int(constants.host_rows * hidden)
     return Peaks(device, host, dict(need.disk))
 
 
-def activations(
-    subject: Subject, work: Work, profile: HardwareProfile, compiled: bool = True, recompute: bool = True
-) -> int:
+def hidden_bytes(subject: Subject, work: Work) -> int:
+    """Hidden states of the whole window."""
+    return work.tokens * subject.hidden * itemsize(subject.dtype)
+
+
+def graph_bytes(subject: Subject, unit: int, work: Work, profile: HardwareProfile, compiled: bool = True) -> int:
+    """What a block keeps from its forward to its backward where it is not recomputed, for the whole window."""
+    each = profile.calibration.kept if compiled else profile.calibration.kept_eager
+    return int(each * _features(subject, unit) * work.tokens * itemsize(subject.dtype))
+
+
+def activations(subject: Subject, work: Work, profile: HardwareProfile, compiled: bool = True) -> int:
     """Working memory of a step: a block of some rows, or the loss of a tile, and hidden states of the window."""
     constants, size = profile.calibration, itemsize(subject.dtype)
     at_once = work.slice_rows * work.sequence
     each = constants.activations if compiled else constants.activations_eager
     widest = max((_features(subject, unit.index) for unit in subject.blocks), default=0.0)
     block = each * widest * at_once * size
-    if not recompute:  # the graphs of all blocks are alive at once
-        block += sum(_features(subject, unit.index) for unit in subject.blocks) * work.tokens * size
-    sliced = work.slice_rows < work.rows
-    hidden = work.tokens * subject.hidden * size
-    buffers = constants.window_buffers + (constants.sliced_buffers if sliced else 0.0)
-    return int(max(block, constants.logit_bytes) + buffers * hidden)
+    buffers = constants.window_buffers + (constants.sliced_buffers if work.slice_rows < work.rows else 0.0)
+    return int(max(block, _logit_bytes(subject, work, constants.logit_bytes)) + buffers * hidden_bytes(subject, work))
+
+
+def _logit_bytes(subject: Subject, work: Work, most: int) -> int:
+    """The loss works on a tile of the head by some tokens at a time: `most` bytes, or what all tokens need."""
+    tiles = [visit.unit for visit in subject.visits if visit.kind == TILE]
+    widest = max((_features(subject, tile) for tile in tiles), default=0.0)
+    return min(most, int(LOGIT_BYTES * widest * work.tokens)) if tiles else most
 
 
 def _features(subject: Subject, unit: int) -> float:

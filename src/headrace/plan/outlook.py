@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from headrace.plan.modes import MODES, Mode
 from headrace.plan.place import Budgets
-from headrace.plan.search import BATCHES, Choice, Search
+from headrace.plan.search import BATCHES, Choice, Search, Wanted
 from headrace.plan.subject import Subject, Work
 from headrace.spec.hardware import HardwareProfile
 from headrace.spec.placement import DEVICE, DISK
@@ -86,7 +86,7 @@ def budgets_of(profile: HardwareProfile, device: int | None = None, host: int | 
 def outlook(mode: Mode, base: Subject, profile: HardwareProfile, budgets: Budgets, asked: Asked) -> Outlook:
     """Of one way to train `base`, a model with all weights trained."""
     subject = mode.subject(base)
-    search = Search(subject, profile, budgets, compiled=asked.compiled, extra_host=mode.extra(base))
+    search = Search(subject, profile, budgets, Wanted(compiled=asked.compiled, extra_host=mode.extra(base)))
     choice, clips = _best(search, asked, True), True
     if choice is None and subject.trained > subject.spec.parameters // 2:  # gradients then pass a ring
         choice = _best(search, asked, False)

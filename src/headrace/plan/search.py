@@ -2,116 +2,141 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
 
+from headrace.base.errors import PlanError
 from headrace.plan.cost import Costs
-from headrace.plan.memory import Peaks, peaks
-from headrace.plan.place import Budgets, tiers_for
+from headrace.plan.memory import Peaks, graph_bytes, peaks
+from headrace.plan.place import WORK_SHARE, Budgets, ByUnit, activations_for, host_bytes, once, tiers_for
 from headrace.plan.step import STEPS, Step, programs, simulated
 from headrace.plan.subject import Subject, Work
 from headrace.plan.updates import place_logs, place_updates
 from headrace.schedule.op import Program
-from headrace.spec.footprint import footprint
+from headrace.spec.footprint import Footprint, footprint, piece_bytes
 from headrace.spec.hardware import HardwareProfile
 from headrace.spec.model import BLOCK
-from headrace.spec.placement import DEVICE, DISK, HOST, Placement
+from headrace.spec.placement import DEVICE, DISK, HOST, KEEP, RECOMPUTE, SEND, Placement
 
-TIERS = ((DEVICE, DEVICE), (DEVICE, HOST), (HOST, HOST), (HOST, DISK), (DISK, DISK))
+FILES = "files"
+"""The host, but for frozen weights that the model's own files hold as they are stored: these are read from there."""
+TIERS = ((DEVICE, DEVICE), (DEVICE, HOST), (HOST, HOST), (FILES, HOST), (HOST, DISK), (DISK, DISK))
 """Of weights and state, what is usually faster first."""
 TRIED = 2
-"""Pairs of tiers that are simulated, of those that fit."""
-RING = 3
-"""As in session/wrap: places for gradients that are used at once."""
-SHARES = (0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125)
-"""Parts of the blocks that are kept on a faster tier than the others, where not all fit there."""
+"""Pairs of tiers that are simulated, of those that fit; all in host memory is always one of them."""
+SLOTS = (3, 2, 4, 1)
+"""Weight slots. The first is tried with all tiers, more with the best, fewer where these do not fit."""
+NEAR_SHARE = 0.5
+"""Share of the device budget up to which some blocks live there although others do not, where no batch is known."""
 WORTH = 0.05
-"""A larger batch is better when it gives this much more tokens a second."""
+"""A larger batch, or one slot more, is better when it gives this much more speed."""
+SAME = 0.01
+"""Speeds that simulations do not tell apart: what is usually faster is taken."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+RING = 3
+"""Host places for gradients when updates follow each block's backward at once: one arrives, one is used, one waits."""
 
 
 @dataclass(frozen=True)
-class Space:
-    """What may be chosen."""
+class Wanted:
+    """What is fixed before the search. "auto" and None: it may choose."""
 
-    tiers: Sequence[tuple[str, str]] = TIERS
-    slots: Sequence[int] = (3, 2, 4, 1)
-    """The first is tried with all tiers, the others with the best."""
-    shares: Sequence[float] = ()
-    """Parts of the blocks on the faster of two tiers, see SHARES."""
+    placement: str | dict[str, ByUnit] = "auto"
+    slots: int | None = None
+    activations: ByUnit = "auto"
     update: str = "auto"
+    logs: bool = True
+    """Updates may be begun before the norm is known, where there are logs to take them back from."""
+    guarded: bool = False
+    compiled: bool = True
+    extra_host: int = 0
+    """Bytes of host memory that are taken beside all that is counted here."""
+    extra_device: int = 0
 
 
 @dataclass(frozen=True)
 class Choice:
     """A placement and what is expected of it."""
 
-    subject: Subject
+    subject: Subject = field(repr=False)
     placement: Placement
     work: Work
     peaks: Peaks
     step: Step
     tiers: tuple[str, str]
+    """Of weights and state; of a mixture the slower ones."""
+    mixed: bool = False
+    """Some blocks have faster tiers."""
+    notes: tuple[str, str] = ("", "")
+    """Where updates run, and which of them are guessed."""
 
     @property
     def tokens_per_second(self) -> float:
         return self.work.tokens / self.step.seconds
 
 
-class _Placed:
-    """A placement, and what does not change with the work."""
+@dataclass(frozen=True)
+class Point:
+    """One point of the space that is searched."""
 
-    def __init__(self, subject: Subject, placement: Placement) -> None:
-        self.subject, self.placement = subject, placement
-        self.need = footprint(subject.spec, placement)
-        self._steps: dict[tuple[bool, bool], list[list[Program]]] = {}
+    tiers: tuple[str, str]
+    slots: int
+    faster: tuple[str, str] | None = None
+    """Tiers of some of the blocks, spread evenly among the others."""
+    count: int = 0
+    """How many."""
+    update: str = "auto"
+    kept: int = 0
+    """Blocks at the end whose activations are kept."""
 
-    def steps(self, work: Work) -> list[list[Program]]:
-        key = work.clips, work.guesses
-        if key not in self._steps:
-            self._steps[key] = programs(self.subject, self.placement, *key, STEPS)
-        return self._steps[key]
+
+Named = tuple[Sequence[str], Sequence[str]]
+"""Tiers of weights and state, by unit."""
 
 
 class Search:
     """Placements of one model on one machine."""
 
     def __init__(
-        self, subject: Subject, profile: HardwareProfile, budgets: Budgets, space: Space | None = None,
-        compiled: bool = True, extra_host: int = 0,
+        self, subject: Subject, profile: HardwareProfile, budgets: Budgets, wanted: Wanted | None = None,
+        known: bool = True,
     ) -> None:  # fmt: skip
-        """`budgets`: bytes that the whole process may use; `extra_host`: taken from the host's before all else."""
-        self.subject, self.profile, self.compiled = subject, profile, compiled
-        self.space = space or Space()
-        self.budgets = replace(budgets, host=budgets.host - extra_host)
-        self._placed = lru_cache(maxsize=None)(self._place)
+        """`budgets`: bytes that may be used for all that `peaks` counts under this profile. `known`: the work that is
+        asked about is what will be trained on; else WORK_SHARE of the device is left to whatever comes."""
+        self.subject, self.profile, self.wanted = subject, profile, wanted or Wanted()
+        self.budgets = replace(budgets, host=budgets.host - self.wanted.extra_host)
+        if budgets.device is not None:
+            self.budgets = replace(self.budgets, device=budgets.device - self.wanted.extra_device)
+        self.known = known
+        self.tried = 0
+        """Steps that were simulated."""
+        self.refused: PlanError | None = None
+        """Why updates could not run where they were asked to."""
+        self._programs: dict[tuple[Placement, bool, bool], list[list[Program]]] = {}
+        self.slots: Sequence[int] = SLOTS if self.wanted.slots is None else (self.wanted.slots,)
+        """Numbers of weight slots, in the order in which they are tried."""
+
+    # -- what is asked ------------------------------------------------------------------------------------------------
 
     def best(self, work: Work) -> Choice | None:
         """The fastest for this work; None when nothing fits. Rows pass a block all at once, or as many as fit."""
         chosen = self._first(work)
-        return None if chosen is None else self._with_slots(chosen)
-
-    def _first(self, work: Work) -> Choice | None:
-        for at_once in _halves(work.rows):
-            chosen = self._fastest(replace(work, at_once=at_once))
-            if chosen is not None:
-                return chosen
-        return None
+        return None if chosen is None else self._refined(*chosen)
 
     def best_rows(
         self, sequence: int, clips: bool = True, batches: Sequence[int] = BATCHES, micro_batches: int = 1
     ) -> Choice | None:
         """The smallest batch that WORTH more tokens a second would need a larger one for."""
-        found: Choice | None = None
+        found: tuple[Point, Choice] | None = None
         for rows in batches:
-            choice = self._first(Work(rows, sequence, micro_batches, clips=clips))
-            if choice is None:
+            chosen = self._first(Work(rows, sequence, micro_batches, clips=clips))
+            if chosen is None:
                 break
-            if found is not None and choice.tokens_per_second < found.tokens_per_second * (1 + WORTH):
+            if found is not None and chosen[1].tokens_per_second < found[1].tokens_per_second * (1 + WORTH):
                 break
-            found = choice
-        return None if found is None else self._with_slots(found)
+            found = chosen
+        return None if found is None else self._refined(*found)
 
     def longest(self, limit: int, step: int = 256, clips: bool = True) -> int:
         """Tokens of the longest row that fits, a multiple of `step`; at most `limit`, 0 when none fits."""
@@ -129,99 +154,247 @@ class Search:
 
     def shortfall(self, work: Work) -> tuple[int, str]:
         """Bytes that the placement which lacks least lacks, and of which tier most; (0, "") when one fits."""
-        found = []
-        for weights, state in self.space.tiers:
-            for slots in {self.space.slots[0], min(self.space.slots)}:
-                placed = self._placed(weights, state, slots, 1.0, work.clips)
-                if placed is not None:
-                    short = self._short(self._peaks(placed, replace(work, at_once=1)))
+        found, work = [], replace(work, at_once=1)
+        for tiers in self.pairs:
+            for slots in {self.slots[0], min(self.slots)}:
+                for placement in self._ways(Point(tiers, slots), work):
+                    short = self._short(placement, work)
                     found.append((sum(short.values()), max(short, key=lambda t: short[t], default="")))
         return min(found, default=(0, ""))
 
-    def _fastest(self, work: Work) -> Choice | None:
-        fitting: list[Choice] = []
-        first = self.space.slots[0]
-        for tiers, share in self._pairs():
-            if len({choice.tiers for choice in fitting}) >= TRIED:
-                break
-            choice = self._choice(work, tiers, first, share)
-            fitting += [choice] if choice is not None else []
-        if not fitting:  # fewer places for weights may fit where as many as usual do not
-            others = (
-                self._choice(work, tiers, slots, 1.0) for tiers in self.space.tiers for slots in self.space.slots[1:]
-            )
-            return next((choice for choice in others if choice is not None), None)
-        return min(fitting, key=lambda choice: choice.step.seconds)
+    def forced(self, point: Point, work: Work, named: Named | None = None) -> Choice | None:
+        """What is expected of a point that is taken whether its activations fit or not; None where its updates do
+        not."""
+        for rows in self._rows(work) if self.known else ():
+            choice = self.at(point, rows, named)
+            if choice is not None:
+                kept = self._keeping(point, choice, named) if self._may_keep else []
+                found = [(point, choice), *kept]
+                return self._refined(*min(found, key=lambda each: each[1].step.seconds), named)
+        return self._expected(self.placed(point, work, named)[0], point, work)
 
-    def _with_slots(self, best: Choice) -> Choice:
-        """With more slots, where these are worth their bytes."""
-        first = self.space.slots[0]
-        for slots in self.space.slots[1:]:
-            if slots > first == best.placement.slots and DEVICE not in best.tiers:
-                more = self._choice(best.work, best.tiers, slots, 1.0)
-                if more is not None and more.step.seconds < best.step.seconds * (1 - WORTH):
-                    best = more
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """Tiers that this machine and model have."""
+        found = [pair for pair in TIERS if DISK not in pair or (self.budgets.disk is not None and self.profile.disk)]
+        in_files = any(unit.in_files for unit in self.subject.spec.units)
+        if self.budgets.disk is not None or not in_files or self.profile.disk is None:
+            found.remove((FILES, HOST))
+        return found
+
+    def points(self) -> list[Point]:
+        """All units on the same tiers, with as many slots as are tried."""
+        return [Point(tiers, slots) for slots in self.slots for tiers in self.pairs]
+
+    # -- the search ---------------------------------------------------------------------------------------------------
+
+    def _rows(self, work: Work) -> Iterator[Work]:
+        """All rows at once, then half as many, down to one; where rows are asked for, or no one knows how many, so."""
+        yield work
+        rows = work.rows
+        while self.known and work.at_once is None and rows > 1:
+            rows = -(-rows // 2)
+            yield replace(work, at_once=rows)
+
+    def _first(self, work: Work) -> tuple[Point, Choice] | None:
+        for rows in self._rows(work):
+            chosen = self._fastest(rows)
+            if chosen is not None:
+                return chosen
+        return None
+
+    def _fastest(self, work: Work) -> tuple[Point, Choice] | None:
+        """Of all units on the same tiers, and of mixtures of these."""
+        fitting: list[tuple[Point, Choice]] = []
+        pairs, lacking = self.pairs, list[tuple[str, str]]()
+        for tiers in pairs:
+            if len(fitting) >= TRIED and tiers != (HOST, HOST):
+                continue
+            point = Point(tiers, self.slots[0])
+            choice = self.at(point, work)
+            if choice is not None:
+                fitting.append((point, choice))
+            elif not fitting:
+                lacking.append(tiers)
+        if not fitting:  # fewer places for weights may fit where as many as usual do not
+            others = ((point, self.at(point, work)) for point in self.points() if point.slots < self.slots[0])
+            return next(((point, choice) for point, choice in others if choice is not None), None)
+        mixed = [found for faster in lacking[-TRIED:] for found in self._mixed(faster, fitting[0][0], work)]
+        frozen = not any(unit.trained.entries for unit in self.subject.blocks)
+        fitting = [*mixed, *fitting] if frozen else [*fitting, *mixed]  # frozen blocks have no second home
+        if self._may_keep:
+            fitting += self._keeping(*min(fitting, key=lambda found: found[1].step.seconds))
+        fastest = min(found[1].step.seconds for found in fitting)
+        return next(found for found in fitting if found[1].step.seconds <= fastest * (1 + SAME))
+
+    def _mixed(self, faster: tuple[str, str], point: Point, work: Work) -> list[tuple[Point, Choice]]:
+        """As many blocks on faster tiers as fit."""
+        low, high = 0, len(self.subject.blocks) - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self._fits(replace(point, faster=faster, count=middle), work)
+            low, high = (middle, high) if fits else (low, middle - 1)
+        point = replace(point, faster=faster, count=low)
+        choice = self.at(point, work) if low else None
+        return [] if choice is None else [(point, choice)]
+
+    def _keeping(self, point: Point, choice: Choice, named: Named | None = None) -> list[tuple[Point, Choice]]:
+        """The same with as many activations kept as fit; also with half of the faster blocks and with none of them."""
+        points = []
+        for count in dict.fromkeys((point.count, point.count // 2, 0)):
+            fewer = replace(point, count=count, faster=point.faster if count else None)
+            kept = self._room_to_keep(fewer, choice, named)
+            points += [replace(fewer, kept=kept)] if kept else []
+        return [(point, found) for point in points if (found := self.at(point, choice.work, named)) is not None]
+
+    def _room_to_keep(self, point: Point, choice: Choice, named: Named | None) -> int:
+        """Blocks whose activations fit beside all else. The first recomputes always: with it the session tries how much
+        memory a block takes, before any other keeps its own."""
+        if self.budgets.device is None:
+            return 0
+        spec, placement = self.subject.spec, choice.placement
+        pieces = placement.pieces * piece_bytes(spec, placement) if placement.updates else 0
+        room, count = self.budgets.device - pieces - self.placed(point, choice.work, named)[1].device_bytes, 0
+        for unit in reversed(self.subject.blocks[1:]):
+            room -= graph_bytes(self.subject, unit.index, choice.work, self.profile, self.wanted.compiled)
+            if room < 0:
+                break
+            count += 1
+        return count
+
+    @property
+    def _may_keep(self) -> bool:
+        """Where the batch is known, and a GPU tells what it has taken."""
+        return self.known and self.wanted.activations == "auto" and not self.profile.shared
+
+    def _refined(self, point: Point, best: Choice, named: Named | None = None) -> Choice:
+        """The same tiers with more slots, and with updates elsewhere, where each of these is faster."""
+        more = [slots for slots in self.slots if slots > point.slots]
+        for slots in more if point.slots == self.slots[0] and DEVICE not in best.tiers else ():
+            wider = replace(point, slots=slots)
+            choice = self.at(wider, best.work, named)
+            if choice is not None and choice.step.seconds < best.step.seconds * (1 - WORTH):
+                point, best = wider, choice
+        if self.wanted.update == "auto" and best.placement.updates:
+            there = replace(point, update=HOST)
+            choice = self.at(there, best.work, named)
+            if choice is not None and choice.step.seconds < best.step.seconds:
+                point, best = there, choice
         return best
 
-    def _pairs(self) -> Iterator[tuple[tuple[str, str], float]]:
-        for tiers in self.space.tiers:
-            yield tiers, 1.0
-            for share in self.space.shares:
-                yield tiers, share
+    # -- one point ----------------------------------------------------------------------------------------------------
 
-    def _choice(self, work: Work, tiers: tuple[str, str], slots: int, share: float) -> Choice | None:
-        placed = self._placed(*tiers, slots, share, work.clips)
-        if placed is None:
-            return None
-        found = self._peaks(placed, work)
-        if self._short(found):
-            return None
-        costs = Costs(placed.subject, placed.placement, work, self.profile, compiled=self.compiled)
-        step = simulated(costs, steps=placed.steps(work))
-        return Choice(placed.subject, placed.placement, work, found, step, tiers)
+    def at(self, point: Point, work: Work, named: Named | None = None) -> Choice | None:
+        """What is expected of a point; None where its bytes do not fit."""
+        for placement in self._ways(point, work, named):
+            if not self._short(placement, work):
+                return self._expected(placement, point, work)
+        return None
 
-    def _peaks(self, placed: _Placed, work: Work) -> Peaks:
-        return peaks(placed.subject, placed.placement, work, self.profile, self.compiled, need=placed.need)
+    def placed(self, point: Point, work: Work, named: Named | None = None) -> tuple[Placement, Footprint]:
+        """The placement of a point which takes least of the device, and its bytes before updates are placed; where the
+        work is known, what it takes among them."""
+        *_, placement = self._ways(point, work, named)
+        need = footprint(self.subject.spec, placement)
+        return placement, self._peaks(placement, work, need) if self.known else need
 
-    def _short(self, need: Peaks) -> dict[str, int]:
-        """Bytes that are lacking, by tier."""
-        budgets = self.budgets
+    def _fits(self, point: Point, work: Work) -> bool:
+        return any(not self._short(placement, work) for placement in self._ways(point, work))
+
+    def _short(self, placement: Placement, work: Work) -> dict[str, int]:
+        """Bytes that are lacking, by tier, before updates are placed in what is left."""
+        need, budgets = footprint(self.subject.spec, placement), self.budgets
         have = {DEVICE: budgets.device, HOST: budgets.host, DISK: budgets.disk or 0}
+        if self.known:
+            need = self._peaks(placement, work, need)
         wanted = {DEVICE: need.device_bytes, HOST: need.host_bytes, DISK: need.disk_bytes}
+        if not self.known:
+            if budgets.shared:
+                wanted[HOST] += need.device_bytes + _reserve(budgets.host)
+            share = 1 - NEAR_SHARE if self._mixes(placement) else WORK_SHARE
+            wanted[DEVICE] += _reserve(budgets.device, share)
         return {tier: wanted[tier] - room for tier, room in have.items() if room is not None and wanted[tier] > room}
 
-    def _place(self, weights: str, state: str, slots: int, share: float, clips: bool) -> _Placed | None:
-        """The placement that a session makes of these tiers. `share`: part of the blocks that has them; the others have
-        the next slower ones."""
-        if DISK in (weights, state) and (self.budgets.disk is None or self.profile.disk is None):
+    def _mixes(self, placement: Placement) -> bool:
+        """Some blocks live on the device, and others do not."""
+        tiers = {placement.weights[unit.index] for unit in self.subject.blocks}
+        return DEVICE in tiers and len(tiers) > 1
+
+    def _peaks(self, placement: Placement, work: Work, need: Footprint) -> Peaks:
+        return peaks(self.subject, placement, work, self.profile, self.wanted.compiled, need)
+
+    def _ways(self, point: Point, work: Work, named: Named | None = None) -> Iterator[Placement]:
+        """Placements of a point: inputs of blocks wait on the device, or in host memory, whichever may be."""
+        tiered = self._tiered(point, work, named)
+        if self.profile.shared:
+            ways = [RECOMPUTE]
+        elif self.known:
+            ways = [RECOMPUTE, SEND]
+        else:
+            ways = [RECOMPUTE if tiered.resident else SEND]
+        for way in ways if self.wanted.activations == "auto" else ways[-1:]:
+            yield replace(tiered, activations=self._activations(point, way))
+
+    def _activations(self, point: Point, way: str) -> tuple[str, ...]:
+        spec = self.subject.spec
+        if self.wanted.activations != "auto":
+            return activations_for(spec, self.wanted.activations, way)
+        blocks = [unit.index for unit in self.subject.blocks]
+        kept = set(blocks[len(blocks) - point.kept :])
+        found = tuple(KEEP if unit.index in kept else way if unit.kind == BLOCK else RECOMPUTE for unit in spec.units)
+        return found if set(found) != {RECOMPUTE} else ()
+
+    def _expected(self, tiered: Placement, point: Point, work: Work) -> Choice | None:
+        """With updates and logs where there is room for them, simulated."""
+        spec, budgets, reserve = self.subject.spec, self.budgets, None
+        if self.known:
+            need = footprint(spec, tiered)
+            most = self._peaks(tiered, work, need)
+            reserve = most.device_bytes - need.device_bytes
+            budgets = replace(budgets, host=budgets.host - (most.host_bytes - host_bytes(need, budgets)))
+        update = point.update if self.wanted.update == "auto" else self.wanted.update
+        try:
+            placement, updates = place_updates(spec, tiered, budgets, update, reserve)
+        except PlanError as error:
+            self.refused = self.refused or error
             return None
+        guesses = ""
+        if work.clips and self.wanted.logs and all(unit.state.moment_dtype == "float32" for unit in spec.units):
+            placement, guesses = place_logs(spec, placement, budgets)
+        subject = self.subject.placed(placement)
+        key = placement, work.clips, work.guesses
+        if key not in self._programs:
+            self._programs[key] = programs(subject, *key, STEPS)
+        costs = Costs(subject, placement, work, self.profile, self.wanted.compiled)
+        step = simulated(costs, steps=self._programs[key])
+        self.tried += 1
+        found = self._peaks(placement, work, footprint(subject.spec, placement))
+        return Choice(subject, placement, work, found, step, point.tiers, point.count > 0, (updates, guesses))
+
+    def _tiered(self, point: Point, work: Work, named: Named | None = None) -> Placement:
         spec, shared = self.subject.spec, self.profile.shared
-        kept = list(tiers_for(spec, weights, "weights")), list(tiers_for(spec, state, "state"))
-        if share < 1.0:
-            slower = TIERS[min(TIERS.index((weights, state)) + 1, len(TIERS) - 1)]
-            if DISK in slower and self.budgets.disk is None:
-                return None
-            blocks = [unit.index for unit in spec.units if unit.kind == BLOCK]
-            for number, unit in enumerate(blocks):
-                if int((number + 1) * share) == int(number * share):
-                    kept[0][unit], kept[1][unit] = slower
-        frozen = [
-            DEVICE if kept[0][u.index] == DEVICE and not u.trained.entries else kept[1][u.index] for u in spec.units
-        ]
-        placement = Placement(tuple(kept[0]), tuple(frozen), slots, staged=not shared, offload=not shared,
-                              ring=0 if clips else RING)  # fmt: skip
-        if placement.resident:
-            placement = replace(placement, offload=False)
-        placement, _ = place_updates(spec, placement, self.budgets, self.space.update)
-        if clips and all(unit.state.moment_dtype == "float32" for unit in spec.units):
-            left = self.budgets.host - self.profile.calibration.host_base_bytes
-            placement, _ = place_logs(spec, placement, replace(self.budgets, host=max(0, left)))
-        return _Placed(self.subject.placed(placement), placement)
+        weights, state = named or self._of_tiers(point.tiers)
+        if point.faster is not None:
+            better, blocks = self._of_tiers(point.faster), [unit.index for unit in self.subject.blocks]
+            near = {unit for number, unit in enumerate(blocks)
+                    if (number + 1) * point.count // len(blocks) > number * point.count // len(blocks)}  # fmt: skip
+            weights = [better[0][unit] if unit in near else tier for unit, tier in enumerate(weights)]
+            state = [better[1][unit] if unit in near else tier for unit, tier in enumerate(state)]
+        return Placement(
+            tuple(weights), once(spec, weights, state), point.slots, staged=not shared,
+            ring=0 if work.clips else RING, guarded=self.wanted.guarded,
+        )  # fmt: skip
+
+    def _of_tiers(self, tiers: tuple[str, str]) -> tuple[Sequence[str], Sequence[str]]:
+        spec = self.subject.spec
+        weights, state = (tiers_for(spec, HOST if tier == FILES else tier, region)
+                          for tier, region in zip(tiers, ("weights", "state"), strict=True))  # fmt: skip
+        if FILES in tiers:
+            units = zip(spec.units, weights, strict=True)
+            weights = tuple(DISK if unit.in_files and tier != DEVICE else tier for unit, tier in units)
+        return weights, state
 
 
-def _halves(rows: int) -> Iterator[int | None]:
-    """All rows at once, then half as many, down to one."""
-    yield None
-    while rows > 1:
-        rows = -(-rows // 2)
-        yield rows
+def _reserve(budget: int | None, share: float = WORK_SHARE) -> int:
+    """What is left to activations where no one knows them."""
+    return math.ceil(share * budget) if budget is not None else 0

@@ -39,7 +39,7 @@ class Work:
     """The caller waits for all that the op waits for, before it issues it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Ran:
     """One op as it ran; `op` is None for what the caller does between ops."""
 
@@ -57,13 +57,15 @@ class Ran:
         return self.end - self.start
 
 
-@dataclass
+@dataclass(slots=True)
 class _Node:
     op: Op | None
     number: int
     lane: str
     work: Work
     waits: list[int]
+    kind: int
+    """Of what it uses, and where: equal for equal lanes and uses."""
     start: float = -1.0
     end: float = -1.0
     cause: int = -1
@@ -159,6 +161,7 @@ class Simulation:
     """False: everything runs on the caller's thread, in the order of the program."""
     _nodes: list[_Node] = field(default_factory=list)
     _tokens: dict[str, int] = field(default_factory=dict)
+    _kinds: dict[tuple[str, Uses], int] = field(default_factory=dict)
     _started: int = 0
 
     def start(self, program: Program, before: float = 0.0, after: float = 0.0) -> int:
@@ -187,7 +190,8 @@ class Simulation:
             else:
                 places.append(self._add(op, number, lane, work, [*waits, begin]))
         for op, at in zip(program.ops, places, strict=True):
-            self._tokens.update(dict.fromkeys(op.gives, at))
+            for token in op.gives:
+                self._tokens[token] = at
         if after or first == len(self._nodes):
             self._add(None, number, caller, Work(after), [])
         return number
@@ -204,6 +208,7 @@ class Simulation:
                 followers[other].append(index)
         last: dict[str, int] = {}
         left: dict[int, float] = {}
+        known: dict[tuple[int, ...], tuple[float, ...]] = {}
         now = 0.0
 
         def begin(lane: str) -> None:
@@ -212,8 +217,10 @@ class Simulation:
                 index = queue[0]
                 node = self._nodes[index]
                 node.start = now
-                causes = [*node.waits, *([last[lane]] if lane in last else [])]
-                node.cause = max(causes, key=lambda other: self._nodes[other].end, default=-1)
+                latest = -1.0
+                for other in (*node.waits, last[lane]) if lane in last else node.waits:
+                    if self._nodes[other].end > latest:
+                        node.cause, latest = other, self._nodes[other].end
                 left[index] = node.work.seconds
                 last[lane] = queue.popleft()
 
@@ -221,7 +228,10 @@ class Simulation:
             begin(lane)
         while left:
             running = sorted(left)
-            speeds = self.speeds(tuple((self._nodes[i].lane, self._nodes[i].work.uses) for i in running))
+            key = tuple([self._nodes[i].kind for i in running])
+            if key not in known:
+                known[key] = self.speeds(tuple((self._nodes[i].lane, self._nodes[i].work.uses) for i in running))
+            speeds = known[key]
             rest = [left[i] / speed if speed > 0 else math.inf for i, speed in zip(running, speeds, strict=True)]
             step = min(rest)
             now += step
@@ -243,5 +253,7 @@ class Simulation:
         return next((i for i in range(len(self._nodes) - 1, -1, -1) if self._nodes[i].lane == COMPUTE), -1)
 
     def _add(self, op: Op | None, number: int, lane: str, work: Work, waits: list[int]) -> int:
-        self._nodes.append(_Node(op, number, lane, work, list(dict.fromkeys(waits))))
+        kind = self._kinds.setdefault((lane, work.uses), len(self._kinds))
+        once = waits if len(waits) < 2 else list(dict.fromkeys(waits))
+        self._nodes.append(_Node(op, number, lane, work, once, kind))
         return len(self._nodes) - 1

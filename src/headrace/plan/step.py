@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from headrace.plan.cost import Costs, rest_of
 from headrace.plan.simulate import COMPUTE, Simulation, Speeds, Timeline, fair
@@ -32,7 +32,7 @@ class Step:
     """Seconds of the way from one step's end to the next one's, by lane."""
     moved: dict[str, int]
     """Bytes by lane: h2d, d2h, read, state, write."""
-    timeline: Timeline
+    timeline: Timeline = field(repr=False)
     since: float
     """Where it begins in the timeline."""
 
@@ -46,8 +46,7 @@ def programs(subject: Subject, placement: Placement, clips: bool, guesses: bool,
     """Of each step: forward, backward, update. `clips`: updates wait for the norm; else they run in the backward.
     `guesses`: so do those that have a log."""
     spec, visits = subject.spec, list(subject.visits)
-    if placement.offload:
-        visits = [build.Visit(v.unit, v.kind, v.grad, saves_input=v.kind == BLOCK) for v in visits]
+    visits = [replace(v, saves_input=v.kind == BLOCK and placement.sends(v.unit)) for v in visits]
     order, slots = build.forward_order(spec, visits), (None,) * placement.slots
     late = {rest_of(subject), *placement.late}
     early = [] if clips else [unit.index for unit in spec.units if unit.index not in late]
@@ -56,7 +55,12 @@ def programs(subject: Subject, placement: Placement, clips: bool, guesses: bool,
     guessed = {unit: f"l{number}" for number, unit in enumerate(able[: placement.logs])}
     found: list[list[Program]] = []
     last: tuple[int | None, ...] = slots
+    begun: tuple[int | None, ...] = ()
     for _ in range(steps):
+        if len(found) > 1 and last == begun:  # it is as the one before
+            found.append(found[-1])
+            continue
+        begun = last
         forward = build.forward(spec, placement, visits, last)
         backward = build.backward(
             spec, placement, visits, forward.slots_after, frozenset(), early, guessed if found else {}

@@ -25,19 +25,24 @@ LATE_SHARE = 0.3
 """Bytes of gradients of late units for each parameter of the model: without clipping a step holds 12 and this."""
 
 
-def place_updates(spec: ModelSpec, placement: Placement, budgets: Budgets, wanted: str) -> tuple[Placement, str]:
+def place_updates(
+    spec: ModelSpec, placement: Placement, budgets: Budgets, wanted: str, reserve: int | None = None
+) -> tuple[Placement, str]:
     """The placement with its updates placed, and what was decided. `wanted`: "auto", "host", "device" or "both".
+    `reserve`: device memory that activations take; None: no one knows, and "auto" leaves them WORK_SHARE of it.
 
     Raises PlanError when the device has no room for the pieces that were asked for.
     """
-    placed, text = _on_sides(spec, placement, budgets, wanted)
+    placed, text = _on_sides(spec, placement, budgets, wanted, reserve)
     late = _late(spec, placed, budgets)
     if late:
         text += f"; those of the last {len(late)} blocks hide behind the next forward"
     return replace(placed, late=late), text
 
 
-def _on_sides(spec: ModelSpec, placement: Placement, budgets: Budgets, wanted: str) -> tuple[Placement, str]:
+def _on_sides(
+    spec: ModelSpec, placement: Placement, budgets: Budgets, wanted: str, reserve: int | None
+) -> tuple[Placement, str]:
     if wanted == "host" or (wanted == "auto" and budgets.shared):
         return placement, "on the host where their state is in host memory"
     cost = 0.0 if wanted == "device" else DEVICE_COST
@@ -47,7 +52,9 @@ def _on_sides(spec: ModelSpec, placement: Placement, budgets: Budgets, wanted: s
     if not passing:
         return placement, "where their state is"
     need, usable = footprint(spec, placed).device_bytes, budgets.device
-    if usable is not None and need > usable * ((1 - WORK_SHARE) if wanted == "auto" else 1):
+    if usable is not None and wanted == "auto":
+        usable = int(usable * (1 - WORK_SHARE)) if reserve is None else usable - reserve
+    if usable is not None and need > usable:
         extra = need - footprint(spec, placement).device_bytes
         if wanted == "auto":
             return placement, f"on the host: the device has no {format_bytes(extra)} for pieces of the state"

@@ -58,7 +58,8 @@ class _Builder:
         self.ops.append(
             Op(index, verb, region, unit, place, lane, tuple(sorted(set(after))), tuple(before), gives, visit)
         )
-        self.tokens.update(dict.fromkeys(gives, index))
+        for token in gives:
+            self.tokens[token] = index
 
     def turn(self, kind: str, count: int) -> str:
         """The next place of a ring."""

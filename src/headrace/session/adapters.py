@@ -58,7 +58,8 @@ def guard_adapters(model: Any, events: EventLog, undo: list[Callable[[], None]])
     if shared:
         places = "; ".join(f"{name} and {', '.join(others)}" for name, others in shared.items())
         events.add("adapters", f"one weight, an adapter on one of its uses: {places}. It trains and is saved as it is, "
-                   "but merging would change all uses: untie the weight in the base before you merge")  # fmt: skip
+                   "but merging would change all uses: untie the weight in the base before you merge",
+                   weights=len(shared))  # fmt: skip
         refuse = functools.partial(_refuse_merge, places)
         for module in model.modules():
             for name in MERGING:
@@ -115,7 +116,8 @@ def _saver_of_merged(base: Any, model: Any) -> Callable[..., Any]:
         session, unmerged = model._headrace_session, any(hasattr(module, "base_layer") for module in base.modules())
         if unmerged or given or named.keys() - {"max_shard_size"}:
             why = "its adapters are not merged" if unmerged else "it was given more than a folder and max_shard_size"
-            session.events.add("save", f"save_pretrained of the base reads all weights into memory at once: {why}")
+            session.events.add("save", f"save_pretrained of the base reads all weights into memory at once: {why}",
+                               parameters=sum(p.numel() for p in base.parameters()))  # fmt: skip
             return original(save_directory, *given, **named)
         session.wait()
         export(base, save_directory, lambda name: _read(base.get_parameter(name)),

@@ -57,7 +57,8 @@ class Attention:
         if shape is None or hidden is None:
             known = "" if self._wish == AUTO else self._wish
             text = "the shape of the model's attention is not known: "
-            self._events.add("attention", text + (f"{known} comes first" if known else "torch chooses its kernel"))
+            self._events.add("attention", text + (f"{known} comes first" if known else "torch chooses its kernel"),
+                             dimensions=None if hidden is None else hidden.dim())  # fmt: skip
             return _first(known) if known else ()
         kind = self._device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
@@ -72,7 +73,7 @@ class Attention:
             self._events.add("attention", f"{at} by {self._wish}{why}", **numbers)
             return _first(self._wish)
         if not seconds:
-            self._events.add("attention", f"{at}: no kernel ran alone, torch chooses; {left}")
+            self._events.add("attention", f"{at}: no kernel ran alone, torch chooses; {left}", tried=len(left))
             return ()
         best = min(seconds, key=lambda name: seconds[name])
         stays = own * CLOSE <= seconds[best] and not (repeatable and left)

@@ -106,10 +106,10 @@ def _told(written: Callable[[], None], entry: Entry, in_files: bool, events: Eve
     def call() -> None:
         if entry.codec is not None:
             text = f"a value was written to {entry.name}, which is stored as {entry.codec}: it was encoded again"
-            events.once(f"requantize {entry.name}", "quantize", text)
+            events.once(f"requantize {entry.name}", "quantize", text, elements=entry.numel)
         if in_files:
             text = f"a value was written to {entry.name}: it is in RAM from now on, and its file stays as it is"
-            events.once(f"changed {entry.name}", "files", text)
+            events.once(f"changed {entry.name}", "files", text, elements=entry.numel)
         written()
 
     return written if entry.codec is None and not in_files else call

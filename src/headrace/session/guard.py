@@ -43,7 +43,7 @@ class Moves:
                 raise StepError("a wrapped model cannot change its dtype", f"asked for {asked}, weights are {dtype}",
                                 "Load it in that dtype, or convert it before headrace.wrap")  # fmt: skip
         text = f"moving a wrapped model is ignored: it computes on {self._stream.device}"
-        self._stream.tell_once("to", "device", text)
+        self._stream.tell_once("to", "device", text, parameters=self._stream.spec.parameters)
         return self._module
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
@@ -65,6 +65,6 @@ def _copier(stream: Stream) -> Callable[..., None]:
         # torch leaves the mark in the caller's state dict, so it may come from an earlier load into another model.
         if metadata.pop("assign_to_params_buffers", False):
             text = "load_state_dict(assign=True) copies: other parameters would not be those that are streamed"
-            stream.tell_once("assign", "weights", text)
+            stream.tell_once("assign", "weights", text, tensors=len(state))
 
     return copy

@@ -68,7 +68,7 @@ class Guessing:
             return
         if not stream.roots.in_backward():
             text = "the model is used between backward() and step(): updates that had begun are taken back each time"
-            stream.events.once("guess", "guess", text)
+            stream.events.once("guess", "guess", text, updates=len(self._chosen))
             self._undo(self._chosen)
         elif writes:
             stream.actions.broken = "a weight was written inside the backward that updates it"

@@ -28,6 +28,7 @@ from headrace.session.adapters import copy_in_use, guard_adapters
 from headrace.session.attention import Attention
 from headrace.session.guard import attach, guard
 from headrace.session.options import Options
+from headrace.spec.model import BLOCK
 
 
 def install(
@@ -39,20 +40,22 @@ def install(
     fuse(anatomy.blocks.values(), stream.device, stream.events, undo)
     wish = options.attention
     attention = None if wish is None else Attention(wish, model, stream.device, stream.events)
-    compiler = Compiler(stream.device, stream.tell_once, stream.recompute)
+    compiler = Compiler(stream.device, stream.tell_once)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(stream.device)
     for unit, module in anatomy.blocks.items():
         _plain_calls(module, stream)
         name, forward = stream.spec.units[unit].name, module.forward
-        run, again = compiler.compile(module) if options.compile else (forward, forward)
+        keeps = functools.partial(_keeps, stream, unit)
+        run, again = compiler.compile(module, keeps) if options.compile else (forward, forward)
         if attention is not None:
             run, again = attention.around(run), attention.around(again)
         block = Block(unit, name, module, forward, run, again, anatomy.of_unit(unit), list(anatomy.shared[unit]))
         taken.append(TakenBlock(stream, block))
         for parameter in block.parameters:
             _mark(parameter, "_headrace_owner", type(module).__name__, undo)
-    if stream.recompute:
+    recomputes = not all(stream.placement.keeps(unit) for unit in anatomy.blocks)
+    if recomputes:
         take_norms(model, list(anatomy.blocks.values()), undo)
     for matrix, embedding in anatomy.embeddings:
         taken.append(TakenEmbeddingCall(stream, TakenEmbedding(matrix, embedding, embedding.forward)))
@@ -68,8 +71,16 @@ def install(
     for matrix, parameter in anatomy.matrix_weights.items():
         _mark(parameter, "_headrace_tiled", True, undo)
         _mark(parameter, "_headrace_whole", functools.partial(whole, stream, matrix, parameter), undo)
-    _guard(model, stream, undo)
+    _guard(model, stream, recomputes, undo)
     return taken
+
+
+def _blocks(stream: Stream) -> int:
+    return sum(unit.kind == BLOCK for unit in stream.spec.units)
+
+
+def _keeps(stream: Stream, unit: int) -> bool:
+    return stream.placement.keeps(unit)
 
 
 def _mark(parameter: nn.Parameter, name: str, value: object, undo: list[Callable[[], None]]) -> None:
@@ -82,14 +93,16 @@ def _plain_calls(module: nn.Module, stream: Stream) -> None:
     """What the user put around a block's forward is replaced by what Headrace does: compilation, checkpointing."""
     if module._compiled_call_impl is not None:
         module._compiled_call_impl = None
-        stream.tell_once("compiled", "compile", "blocks compiled before wrapping run uncompiled")
+        text = "blocks compiled before wrapping run uncompiled"
+        stream.tell_once("compiled", "compile", text, blocks=_blocks(stream))
     _no_checkpointing(module, stream)
 
 
 def _no_checkpointing(module: nn.Module, stream: Stream) -> None:
     if getattr(module, "gradient_checkpointing", False):
         module.gradient_checkpointing = False  # type: ignore[assignment]
-        stream.tell_once("checkpointing", "recompute", "gradient checkpointing is left to Headrace's recompute")
+        text = "gradient checkpointing is left to Headrace's recompute"
+        stream.tell_once("checkpointing", "recompute", text, blocks=_blocks(stream))
 
 
 def _has_hooks(block: nn.Module, stream: Stream) -> bool:
@@ -97,7 +110,8 @@ def _has_hooks(block: nn.Module, stream: Stream) -> bool:
     part = next(hooked_parts(block), None)
     if part is not None:
         text = f"hooks inside blocks ({part} of {type(block).__name__}) run in the forward and again in the recompute; "
-        stream.tell_once("hooks inside", "hooks", text + "a gradient of what they collect is refused")
+        text += "a gradient of what they collect is refused"
+        stream.tell_once("hooks inside", "hooks", text, modules=sum(1 for _ in hooked_parts(block)))
     return part is not None
 
 
@@ -112,13 +126,14 @@ def _take_loss(model: nn.Module, heads: list[TakenHeadCall], stream: Stream, und
     head = next((call for call in heads if call.module is output), None)
     if head is None or not is_causal_lm_loss(original):
         reason = "its head does not stream in tiles" if head is None else "its loss is not the causal one"
-        stream.events.add("loss", f"the model's own loss runs on full logits: {reason}")
+        stream.events.add("loss", f"the model's own loss runs on full logits: {reason}", heads=len(heads))
         return
     head.lazy = True
-    fallback = "the model's own loss runs on full logits: "
-    replaced = torch.compiler.disable(
-        fused_loss(original, head.loss, lambda reason: stream.tell_once("loss", "loss", fallback + reason))
-    )
+
+    def tell(reason: str) -> None:
+        stream.tell_once("loss", "loss", f"the model's own loss runs on full logits: {reason}", heads=len(heads))
+
+    replaced = torch.compiler.disable(fused_loss(original, head.loss, tell))
     before = holder.__dict__.get("_loss_function")
     holder.loss_function = replaced
 
@@ -130,7 +145,7 @@ def _take_loss(model: nn.Module, heads: list[TakenHeadCall], stream: Stream, und
     undo.append(restore)
 
 
-def _guard(model: nn.Module, stream: Stream, undo: list[Callable[[], None]]) -> None:
+def _guard(model: nn.Module, stream: Stream, recomputes: bool, undo: list[Callable[[], None]]) -> None:
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
         owner(model).before_forward()
         stream.roots.enter(module, args, kwargs)
@@ -140,7 +155,7 @@ def _guard(model: nn.Module, stream: Stream, undo: list[Callable[[], None]]) -> 
             untold.clear()
 
     blocks = [call.module for call in _taken_blocks(model)]
-    untold = ["hooks"] if stream.recompute else []
+    untold = ["hooks"] if recomputes else []
     begin, end = torch.compiler.disable(begin), torch.compiler.disable(lambda *call: stream.roots.leave())
     undo.append(model.register_forward_pre_hook(begin, with_kwargs=True).remove)
     undo.append(model.register_forward_hook(end, always_call=True).remove)

@@ -12,6 +12,7 @@ from typing import Any
 
 from headrace.base.errors import OptionError
 from headrace.base.units import parse_bytes
+from headrace.spec.placement import ACTIVATIONS
 from headrace.spec.precision import as_map
 from headrace.spec.traced import TracedSteps
 
@@ -23,22 +24,30 @@ class Options:
     device: str | None = None
     """Where blocks compute: "cuda", "cuda:1" or "cpu". Default: the GPU if there is one."""
     device_memory: int | str | None = None
-    """Most bytes of device memory to use, such as "8GiB". Default: 90 % of what is free; no limit on the CPU."""
+    """Most bytes of device memory to use, such as "8GiB". Default: what is free, less headroom; no limit on the CPU."""
     host_memory: int | str | None = None
-    """Most bytes of RAM to use, beside what Python and torch take. Default: 90 % of what is available (cgroup limits
-    respected, swap never counted)."""
+    """Most bytes of RAM to use, beside what Python and torch take. Default: what is available, less headroom
+    (cgroup limits respected, swap never counted)."""
+    headroom: float | int | str = 0.1
+    """Memory that is left free on each tier whose budget is not given: a part of what is free, below 1, or bytes, such
+    as "2GiB"."""
     disk_dir: str | Path | None = None
     """Folder for weights or optimizer state on disk. Its file is removed when the session ends."""
     placement: Any = "auto"
     """"auto", or {"weights": tier, "state": tier}; a tier is "device", "host" or "disk", or a dict of them by block
-    number or name pattern, with "*" for the others. {"inputs": "host"} sends saved block inputs to RAM (default on a
-    GPU)."""
-    window: int = 3
-    """Weight slots on the device: blocks that are there at a time. More let copies run further ahead."""
+    number or name pattern, with "*" for the others."""
+    batch_shape: tuple[int, int] | None = None
+    """Rows and tokens of the micro-batches that will come. Placement, activations, window and rows that are not given
+    are then chosen for them, and use all memory. Default: unknown; a quarter of the device is left to activations."""
+    window: int | None = None
+    """Weight slots on the device: blocks that are there at a time. More let copies run further ahead. Default: 3; more
+    where that is faster, fewer where not all fit."""
     rows: int | None = None
     """Rows of the batch that run through a block at once. Default: all, or on a GPU as many as fit."""
-    recompute: bool = True
-    """Recompute a block's activations in the backward instead of keeping them."""
+    activations: Any = "auto"
+    """What a block's backward begins with. "keep": the graph of its forward, on the device. "recompute": its input,
+    from which it runs once more. "host": the same, and the input waits in RAM. Or a dict of these by block number or
+    name pattern, with "*" for the others. "auto": whatever is fastest and fits. The results are equal."""
     accumulation: int | None = None
     """Micro-batches per optimizer step, when fixed. Declared, with on_nonfinite="stop" and without max_grad_norm, each
     block is updated inside the step's last backward; otherwise all wait for step(), which an event tells."""
@@ -104,8 +113,28 @@ class Options:
         return self.accumulation is not None and self.max_grad_norm is None and self.on_nonfinite == "stop"
 
 
-_FLAGS = ("recompute", "overlap", "verbose", "check_memory", "compile", "debug")
-_POSITIVE = ("rows", "accumulation", "threads")
+@dataclass(frozen=True)
+class Headroom:
+    """Memory that is left free."""
+
+    share: float = 0.0
+    """Of what is free."""
+    nbytes: int = 0
+
+    @classmethod
+    def of(cls, value: Any) -> Headroom:
+        """From a part below 1, or bytes or text such as "2GiB". Raises OptionError for anything else."""
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1:
+            return cls(share=float(value))
+        return cls(nbytes=parse_bytes(value, "headroom"))
+
+    def left(self, free: int) -> int:
+        """What may be used of `free` bytes."""
+        return max(0, int(free * (1 - self.share)) - self.nbytes)
+
+
+_FLAGS = ("overlap", "verbose", "check_memory", "compile", "debug")
+_POSITIVE = ("window", "rows", "accumulation", "threads")
 _CHOICES: dict[str, Sequence[Any]] = {
     "moments": ("float32", "bfloat16"), "on_nonfinite": ("skip", "stop"), "autocast": (None, "bfloat16"),
     "update": ("auto", "host", "device", "both"), "prefer": ("quality", "speed"),
@@ -137,8 +166,6 @@ def _fault(name: str, value: Any) -> str | None:
     whole = isinstance(value, int) and not isinstance(value, bool)
     if name in _FLAGS and not isinstance(value, bool):
         return f"{name} must be True or False, got {value!r}"
-    if name == "window" and not (whole and value >= 1):
-        return f"window must be a whole number of at least 1, got {value!r}"
     if name in _POSITIVE and value is not None and not (whole and value >= 1):
         return f"{name} must be a whole number of at least 1 or None, got {value!r}"
     if name == "guard_every" and value is not None and not (whole and value >= 0):
@@ -157,11 +184,24 @@ def _fault(name: str, value: Any) -> str | None:
         return _caught(lambda: as_map(value))
     if name == "placement" and value != "auto" and not isinstance(value, dict):
         return f'placement must be "auto" or of the form {{"weights": "host", "state": "disk"}}, got {value!r}'
+    if name == "activations" and value not in ("auto", *ACTIVATIONS) and not isinstance(value, dict):
+        ways = ", ".join(map(repr, ("auto", *ACTIVATIONS)))
+        return f'activations must be one of {ways}, or of the form {{"*": "host", -1: "keep"}}, got {value!r}'
+    if name == "batch_shape" and value is not None and not _is_shape(value):
+        return f"batch_shape must be (rows, tokens), two whole numbers of at least 1, or None, got {value!r}"
+    if name == "headroom":
+        return _caught(lambda: Headroom.of(value), ' (use 0.1 for a tenth, or bytes or text such as "2GiB")')
     if name in ("device_memory", "host_memory") and value is not None:
         return _caught(lambda: parse_bytes(value, name), ' (use bytes or text such as "8GiB")')
     if name == "trace":
         return _caught(lambda: TracedSteps.of(value), ' (use 3 for the first three steps, or "every 100")')
     return _folder_fault(name, value) if name in ("disk_dir", "trace_dir") and value is not None else None
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2 and all(
+        isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in value
+    )  # fmt: skip
 
 
 def _is_number(value: Any) -> bool:

@@ -98,7 +98,8 @@ class ParityGuard:
         self.checks: deque[Check] = deque(maxlen=KEPT)
         """The last ones."""
         if not self._units:
-            stream.events.add("guard", "guard_every has nothing to check: no block has trained weights")
+            stream.events.add("guard", "guard_every has nothing to check: no block has trained weights",
+                              guard_every=every)  # fmt: skip
 
     def begin(self, step: int) -> None:
         """A backward of step `step` (from 1) begins."""
@@ -157,7 +158,7 @@ class ParityGuard:
             # Its masks depend on the rows and on the format: it can only be run as its visit was.
             manner = self._manners[kind] = Manner(wide=not narrow, whole=False)
             self._stream.tell_once(f"guard {kind.__name__}", "guard", f"{kind.__name__} draws random numbers: it is "
-                                   "checked in its own format and rows")  # fmt: skip
+                                   "checked in its own format and rows", slices=visit.runs)  # fmt: skip
             found, _ = gradients(visit, given, self._weights(unit, manner), trained, manner)
         return found
 
@@ -200,11 +201,12 @@ class ParityGuard:
         unit, tell = self._unit(watch), self._stream.events.add
         if watch.fault or not watch.visits:
             why = watch.fault or "its backward did not run"
-            tell("guard skipped", f"step {step}: {unit.name} was not checked: {why}")
+            tell("guard skipped", f"step {step}: {unit.name} was not checked: {why}", visits=watch.visits)
             return
         check = self._compare(watch, unit, typed(grads, unit.grads), present)
         if check is None:
-            tell("guard skipped", f"step {step}: {unit.name} has gradients that are not finite in fp32 either")
+            text = f"step {step}: {unit.name} has gradients that are not finite in fp32 either"
+            tell("guard skipped", text, visits=watch.visits)
             return
         self.checks.append(check)
         kind = "guard" if check.level == NORMAL else f"guard {check.level}"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from headrace.base.errors import OptionError, PlanError
 from headrace.base.events import EventLog
+from headrace.base.units import format_bytes
 from headrace.codec.entries import error_of, pack_into
 from headrace.model.blocks import Stack
 from headrace.model.parked import is_parked
@@ -25,24 +26,26 @@ from headrace.model.quantised import (
     refuse_marked,
 )
 from headrace.model.units import Anatomy
+from headrace.plan.decide import Plan
 from headrace.session.options import Options
 from headrace.session.values import Values
 from headrace.spec.codecs import codec_named
+from headrace.spec.footprint import footprint
 from headrace.spec.layout import Entry
-from headrace.spec.placement import DEVICE, Placement
+from headrace.spec.placement import DEVICE
 from headrace.spec.precision import as_map
 from headrace.store.memory import Scratch
 
 LADDER = ("int8", "nf4")
 """What "auto" tries, the most precise first."""
 
-Planned = tuple[Anatomy, Placement]
+Planned = tuple[Anatomy, Plan]
 
 
 def fitting(
     model: nn.Module, options: Options, plan: Callable[[Options, EventLog], Planned], events: EventLog
-) -> tuple[Options, Anatomy, Placement]:
-    """The options with the codec that is used, and what `plan` makes of them: (anatomy, placement).
+) -> tuple[Options, Anatomy, Plan]:
+    """The options with the codec that is used, and what `plan` makes of them: (anatomy, plan).
 
     Under "auto" none is used when the run fits without; prefer="speed" takes the smallest as soon as frozen weights
     would have to stream.
@@ -53,30 +56,37 @@ def fitting(
     marked = any(codec_of(parameter) is not None for parameter in model.parameters())
     if asked != AUTO or marked:
         if options.prefer != "quality":
-            events.add("quantize", f'prefer={options.prefer!r} changes nothing: it is for quantize="auto"')
+            events.add("quantize", f'prefer={options.prefer!r} changes nothing: it is for quantize="auto"',
+                       marked=marked)  # fmt: skip
         options = replace(options, quantize=None if asked == AUTO else asked)
         return options, *plan(options, events)
     why, least = "", LADDER[-1]
     for codec in (None, *LADDER):
         chosen, log = replace(options, quantize=codec), EventLog()
         try:
-            _, placement = plan(chosen, log)
+            _, found = plan(chosen, log)
         except OptionError as error:  # nothing is frozen, and there is nothing to choose
             why = why or error.what
             break
         except PlanError as error:
             why = f"without a codec {error.what}" if codec is None else why
             continue
-        streams = any(tier != DEVICE for tier in placement.weights)
+        streams = any(tier != DEVICE for tier in found.placement.weights)
         if options.prefer == "speed" and streams and codec != least:
             why = why or "weights have to stream, and fewer bytes stream faster"
             continue
         text = "auto: the run fits without a codec" if codec is None else f"auto: {codec}, since {why}"
-        events.add("quantize", text)
+        events.add("quantize", text, **_needs(found))
         return chosen, *plan(chosen, events)
-    events.add("quantize", f"auto: no codec helps: {why}")
+    events.add("quantize", f"auto: no codec helps: {why}", tried=len(LADDER))
     options = replace(options, quantize=None)
     return options, *plan(options, events)
+
+
+def _needs(found: Plan) -> dict[str, object]:
+    """What a run without its batches takes, for an event."""
+    need = footprint(found.choice.subject.spec, found.placement)
+    return {"device": format_bytes(need.device_bytes), "host": format_bytes(need.host_bytes)}
 
 
 def codecs_for(model: nn.Module, stacks: Sequence[Stack], options: Options, trained: Collection[int]) -> dict[int, str]:

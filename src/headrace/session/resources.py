@@ -11,10 +11,7 @@ from headrace.base.units import parse_bytes
 from headrace.files.space import disk_error
 from headrace.hardware import limits
 from headrace.plan.place import Budgets
-from headrace.session.options import Options
-
-MARGIN = 0.9
-"""Share of free memory that a default budget takes."""
+from headrace.session.options import Headroom, Options
 
 
 def device_of(options: Options) -> torch.device:
@@ -39,15 +36,16 @@ def device_of(options: Options) -> torch.device:
 
 
 def budgets_of(options: Options, device: torch.device) -> Budgets:
-    """Bytes that the options allow; without a word of theirs, MARGIN of what is free."""
+    """Bytes that the options allow; without a word of theirs, what is free less the headroom."""
+    headroom = Headroom.of(options.headroom)
     if options.device_memory is not None:
         device_bytes: int | None = parse_bytes(options.device_memory, "device_memory")
     else:
-        device_bytes = int(limits.device_memory(device.index or 0).free * MARGIN) if device.type == "cuda" else None
+        device_bytes = headroom.left(limits.device_memory(device.index or 0).free) if device.type == "cuda" else None
     if options.host_memory is not None:
         host = parse_bytes(options.host_memory, "host_memory")
     else:
-        host = int(limits.host_memory().available * MARGIN)
+        host = headroom.left(limits.host_memory().available)
     disk = None
     if options.disk_dir is not None:
         folder = Path(options.disk_dir)

@@ -24,6 +24,7 @@ from headrace.executor.trial import Trial
 from headrace.model.units import Anatomy
 from headrace.optim.front import hyper_parameters
 from headrace.optim.rules import Rule
+from headrace.plan.decide import Plan
 from headrace.plan.place import Budgets
 from headrace.plan.summary import counted
 from headrace.schedule import build
@@ -52,7 +53,7 @@ class Session:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, anatomy: Anatomy,
         stream: Stream, values: Values, taken: list[Taken], undo: list[Callable[[], None]], events: EventLog,
-        budgets: Budgets,
+        budgets: Budgets, plan: Plan,
     ) -> None:  # fmt: skip
         self.model, self.optimizer, self.options, self.anatomy = model, optimizer, options, anatomy
         self.events = events
@@ -77,13 +78,13 @@ class Session:
         stream.early = self._early
         self._guessing = Guessing(stream, self._now, self._complete)
         stream.begun, stream.ended = self._begun, self._gradients.show
-        self.budgets = budgets
-        """Bytes that may be used, by tier."""
+        self.plan, self.budgets = plan, budgets
+        """What was decided at first, for which `placement` now stands; and bytes that may be used, by tier."""
         self._tracing = Tracing(self)
         self._watchdog = Watchdog(events, self._executor.seconds)
         self._collections = Collections(events)
         self._adapting = Adapting(stream.regions, self._executor.seconds, events, options.update == "auto")
-        self._trial = Trial(budgets.device, stream.sink, stream.regions, events, sends=options.placement == "auto",
+        self._trial = Trial(budgets.device, stream.sink, stream.regions, events, adapts=options.activations == "auto",
                             divides=options.rows is None)  # fmt: skip
         stream.survives = self._trial.survives
         if options.check_memory:
@@ -104,8 +105,6 @@ class Session:
     def placement(self) -> Placement:
         """Where each unit's weights and state live."""
         return self._stream.placement
-
-    plan = placement
 
     @property
     def adapting(self) -> bool:

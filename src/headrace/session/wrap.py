@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +22,7 @@ from headrace.executor.sink import Sink
 from headrace.executor.stream import Stream
 from headrace.hardware import limits
 from headrace.kernels import ops
+from headrace.kernels.threads import threads
 from headrace.model import resident
 from headrace.model.blocks import find_blocks
 from headrace.model.units import Anatomy, divide
@@ -30,27 +30,25 @@ from headrace.model.widened import NARROW, widen
 from headrace.optim import front
 from headrace.optim.ledger import Ledger
 from headrace.optim.rules import Rule, rule_of
-from headrace.plan.place import Budgets, choose
-from headrace.plan.summary import summary
-from headrace.plan.updates import place_logs, place_updates
+from headrace.plan.decide import Plan
+from headrace.plan.place import Budgets
 from headrace.schedule import build
-from headrace.schedule.build import ROWS, Visit
 from headrace.session import in_files
 from headrace.session import options as option_room
 from headrace.session.adapters import tell_trained
 from headrace.session.fill import fill, fill_state, give_back
 from headrace.session.install import install
 from headrace.session.options import Options
+from headrace.session.planning import planned
 from headrace.session.quantising import codecs_for, fitting
 from headrace.session.resources import budgets_of, device_of
 from headrace.session.session import Session
+from headrace.session.subject import predicted
 from headrace.session.values import Values
-from headrace.spec.model import BLOCK, TILE, ModelSpec
-from headrace.spec.placement import DEVICE, HOST, Placement
+from headrace.spec.model import ModelSpec
+from headrace.spec.placement import DEVICE
 from headrace.store.regions import Regions
 
-RING = 3
-"""Host places for gradients when updates follow each block's backward at once: one arrives, one is used, one waits."""
 DEFAULT_RATE = 1e-5
 """Learning rate of the AdamW that is made when neither an optimizer nor lr is given."""
 
@@ -63,13 +61,15 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **giv
     each stands in session/options.py):
 
       device=None            where blocks compute: "cuda", "cuda:1" or "cpu"; the GPU if there is one
-      device_memory=None     most device memory to use, in bytes or as "8GiB"; 90 % of what is free, on the CPU no limit
-      host_memory=None       most RAM to use; 90 % of what is available
+      device_memory=None     most device memory to use, in bytes or as "8GiB"; what is free, on the CPU no limit
+      host_memory=None       most RAM to use; what is available
       disk_dir=None          folder on a fast disk for weights and optimizer state that RAM does not hold
       placement="auto"       or {"weights": tier, "state": tier}: "device", "host" or "disk", also block by block
-      window=3               blocks whose weights are on the device at a time
-      rows=None              rows of the batch that pass through a block at once; all of them
-      recompute=True         recompute a block's activations in the backward instead of keeping them
+      headroom=0.1           memory of each tier to leave free where no budget is given: a part of it, or bytes
+      batch_shape=None       (rows, tokens) of the micro-batches to come, for which placement and rows are chosen
+      window=None            blocks whose weights are on the device at a time; 3, or what is fastest and fits
+      rows=None              rows of the batch that pass through a block at once; all of them, or as many as fit
+      activations="auto"     "keep" blocks' activations, "recompute" them, or do so from inputs that wait in RAM: "host"
       accumulation=None      backward calls per step, when fixed: updates may then begin inside the last of them
       max_grad_norm=None     clip the global norm of all gradients to this; no clipping
       moments="float32"      format of the optimizer's moments; "bfloat16" halves them
@@ -111,18 +111,18 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **giv
     rule = rule_of(optimizer)
     budgets = budgets_of(options, device)
 
-    def plan(options: Options, events: EventLog) -> tuple[Anatomy, Placement]:
+    def plan(options: Options, events: EventLog) -> tuple[Anatomy, Plan]:
         anatomy = _anatomy(model, optimizer, rule, device, budgets, options, events)
         anatomy.spec = _summed(anatomy, events)
         anatomy.spec = in_files.marked(anatomy.spec, in_files.pieces(anatomy))
-        return anatomy, _place(anatomy, rule, options, budgets, device, events)
+        return anatomy, planned(model, anatomy, rule, options, budgets, device, events)
 
-    options, anatomy, placement = fitting(model, options, plan, events)
+    options, anatomy, decided = fitting(model, options, plan, events)
     # Gradients that are summed where the state lives on the device are kept in fp32 there.
-    on_device = {index for index, tier in enumerate(placement.state) if tier == DEVICE}
+    on_device = {index for index, tier in enumerate(decided.placement.state) if tier == DEVICE}
     anatomy.spec = anatomy.spec.with_wide_grads(on_device)
     with contextlib.ExitStack() as failed:
-        session = _open(model, optimizer, rule, anatomy, placement, budgets, device, options, events, failed)
+        session = _open(model, optimizer, rule, anatomy, decided, budgets, device, options, events, failed)
         object.__setattr__(model, "_headrace_session", session)
         failed.callback(delattr, model, "_headrace_session")
         front.take_over(optimizer, session)
@@ -198,29 +198,31 @@ def _anatomy(
         events.add("frozen", "parameters that require gradients but are in no optimizer group are treated as frozen",
                    parameters=outside)  # fmt: skip
     tell_trained(model, groups, events)
-    if (
-        options.moments == "bfloat16"
-        and rule.kind != "sgd"
-        and any(g["betas"][1] > 0.995 for g in optimizer.param_groups)
-    ):
-        events.add(
-            "moments", "bf16 second moments with beta2 above 0.995 cannot fall: steps shrink after large gradients"
-        )
-    if any(group.get("fused") for group in optimizer.param_groups):
-        events.add("kernels", "fused=True: Headrace's own fused kernels update the weights where their state lives")
+    highest = 0.0 if rule.kind == "sgd" else max(group["betas"][1] for group in optimizer.param_groups)
+    if options.moments == "bfloat16" and highest > 0.995:
+        text = "bf16 second moments with beta2 above 0.995 cannot fall: steps shrink after large gradients"
+        events.add("moments", text, beta2=highest)
+    fused = sum(bool(group.get("fused")) for group in optimizer.param_groups)
+    if fused:
+        text = "fused=True: Headrace's own fused kernels update the weights where their state lives"
+        events.add("kernels", text, groups=fused)
     stacks = find_blocks(model, options.blocks)
-    events.add("blocks", "; ".join(map(str, stacks)))
+    events.add("blocks", "; ".join(map(str, stacks)), blocks=sum(len(stack.blocks) for stack in stacks))
     if options.accumulation is not None and not options.updates_at_once:
         why = "max_grad_norm needs all gradients" if options.max_grad_norm is not None else "on_nonfinite is 'skip'"
-        events.add("accumulation", f"updates are final at step() and not inside the backward: {why}")
+        events.add("accumulation", f"updates are final at step() and not inside the backward: {why}",
+                   micro_batches=options.accumulation, max_grad_norm=options.max_grad_norm)  # fmt: skip
     state = rule.state(options.moments)
     narrow = _narrow(model, groups) if options.autocast else frozenset()
     if options.autocast and not narrow:
-        events.add("autocast", "no linear layer trains fp32 weights, so that none streams in 16 bits because of it")
+        text = "no linear layer trains fp32 weights, so that none streams in 16 bits because of it"
+        events.add("autocast", text, weights=len(groups))
     wide = not limits.computes_bf16(device)
-    if wide and any(p.dtype == NARROW for p in model.parameters()):
+    narrow_weights = sum(p.numel() for p in model.parameters() if p.dtype == NARROW)
+    if wide and narrow_weights:
         text = f"{device} does not compute in bf16: bf16 weights stream and are saved in bf16, and compute in fp32; "
-        events.add("precision", text + "those that stay on the device, and gradients, are fp32")
+        events.add("precision", text + "those that stay on the device, and gradients, are fp32",
+                   weights=narrow_weights)  # fmt: skip
     chosen = resident.find(model, stacks, groups, state, budgets.device, bool(options.guard_every), events)
     codecs = codecs_for(model, stacks, options, groups)
     return divide(model, stacks, groups, state, narrow, events, wide, chosen, codecs)
@@ -241,40 +243,9 @@ def _narrow(model: nn.Module, groups: dict[int, int]) -> frozenset[int]:
     )
 
 
-def _place(
-    anatomy: Anatomy, rule: Rule, options: Options, budgets: Budgets, device: torch.device, events: EventLog
-) -> Placement:
-    count = len(anatomy.spec.units)
-    choice = options.placement
-    inputs = HOST if device.type == "cuda" else DEVICE
-    if isinstance(choice, dict) and "inputs" in choice:
-        choice = {key: value for key, value in choice.items() if key != "inputs"} or "auto"
-        inputs = options.placement["inputs"]
-        if inputs not in (HOST, DEVICE):
-            raise OptionError("placement of inputs is unknown", f"got {inputs!r}", "Use 'device' or 'host'")
-    base = Placement((HOST,) * count, (HOST,) * count, options.window, staged=device.type == "cuda",
-                     offload=inputs == HOST and options.recompute,
-                     ring=RING if options.updates_at_once else 0,
-                     guarded=bool(options.guard_every))  # fmt: skip
-    placement, why = choose(anatomy.spec, budgets, base, choice)
-    if options.placement == "auto" and placement.resident:
-        placement = replace(placement, offload=False)
-    placement, updates = place_updates(anatomy.spec, placement, budgets, options.update)
-    events.add("updates", updates)
-    if options.accumulation is not None and not options.updates_at_once:
-        guesses = "none: only updates by AdamW with fp32 moments can be taken back"
-        if rule.kind == "adamw" and options.moments == "float32":
-            placement, guesses = place_logs(anatomy.spec, placement, budgets)
-        events.add("guesses", guesses)
-    events.add("placement", summary(anatomy.spec, placement), why=why,
-               device_memory="no limit" if budgets.device is None else format_bytes(budgets.device),
-               host_memory=format_bytes(budgets.host))  # fmt: skip
-    return placement
-
-
 def _summed(anatomy: Anatomy, events: EventLog) -> ModelSpec:
     """Weights that one forward uses twice (an embedding that is the head too) keep their gradients in fp32."""
-    twice = build.summed_twice(anatomy.spec, _predicted(anatomy))
+    twice = build.summed_twice(anatomy.spec, predicted(anatomy))
     spec = anatomy.spec.with_wide_grads(twice)
     if twice:
         size = sum(spec.units[u].grads.nbytes for u in twice)
@@ -283,10 +254,11 @@ def _summed(anatomy: Anatomy, events: EventLog) -> ModelSpec:
 
 
 def _open(
-    model: nn.Module, optimizer: torch.optim.Optimizer, rule: Rule, anatomy: Anatomy, placement: Placement,
+    model: nn.Module, optimizer: torch.optim.Optimizer, rule: Rule, anatomy: Anatomy, decided: Plan,
     budgets: Budgets, device: torch.device, options: Options, events: EventLog, failed: contextlib.ExitStack,
 ) -> Session:  # fmt: skip
     """Everything that is open for a model; `failed` takes what must be undone, last first, when wrap fails."""
+    placement = decided.placement
     regions = Regions(anatomy.spec, placement, device, Path(options.disk_dir) if options.disk_dir else None, events,
                       budgets.host, in_files.pieces(anatomy))  # fmt: skip
     failed.callback(regions.close)
@@ -301,9 +273,7 @@ def _open(
     executor = Executor(device, actions, options.overlap)
     failed.callback(executor.close)
     sink = Sink(regions, ledger, lambda unit: executor.wait(f"grads:u{unit}", on_stream=True))
-    stream = Stream(
-        regions, executor, actions, inputs, sink, _predicted(anatomy), options.rows, options.recompute, events
-    )
+    stream = Stream(regions, executor, actions, inputs, sink, predicted(anatomy), decided.rows, events)
     values = Values(anatomy, regions, ledger, executor)
     undo: list[Callable[[], None]] = []
     originals = fill(model, anatomy, regions, values, undo, stream.forget_slots, events)
@@ -313,7 +283,7 @@ def _open(
     if not limits.computes_bf16(device):
         widen(model, undo)
     taken = install(model, anatomy, stream, options, undo)
-    return Session(model, optimizer, options, anatomy, stream, values, taken, undo, events, budgets)
+    return Session(model, optimizer, options, anatomy, stream, values, taken, undo, events, budgets, decided)
 
 
 def _set_threads(options: Options, device: torch.device, events: EventLog) -> None:
@@ -335,15 +305,8 @@ def _set_threads(options: Options, device: torch.device, events: EventLog) -> No
 def _tell_kernels(device: torch.device, events: EventLog) -> None:
     for kind in dict.fromkeys(("cpu", device.type)):
         reason = ops.fallback_reason(kind)
-        events.add("kernels", f"{ops.backend_name(kind)} on {kind}" + (f": {reason}" if reason else ""))
-
-
-def _predicted(anatomy: Anatomy) -> list[Visit]:
-    """What a first forward is expected to visit: embeddings, blocks in the order of the stacks, the head's tiles."""
-    visits = [Visit(matrix, ROWS) for matrix, _ in anatomy.embeddings]
-    visits += [Visit(unit, BLOCK) for unit in anatomy.order]
-    visits += [Visit(tile, TILE) for matrix, _ in anatomy.heads for tile in anatomy.spec.matrices[matrix].tiles]
-    return visits
+        text = f"{ops.backend_name(kind)} on {kind}" + (f": {reason}" if reason else "")
+        events.add("kernels", text, **({"threads": threads()} if kind == "cpu" else {"device": str(device)}))
 
 
 def _release(

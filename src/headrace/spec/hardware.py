@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_type_hints
 from headrace.base.errors import FormatError
 from headrace.base.units import format_bytes
 
-VERSION = 1
+VERSION = 2
 """Of the format in files; profiles of another one are measured again."""
 
 Part = TypeVar("Part")
@@ -110,6 +110,9 @@ class Calibration:
     activations: float = 2.85
     """Elements that the recompute and backward of a compiled block hold, for each output feature of its matrices."""
     activations_eager: float = 4.3
+    kept: float = 1.3
+    """Elements that a compiled block keeps until its backward where it is not recomputed, for each output feature."""
+    kept_eager: float = 2.45
     window_buffers: float = 6.0
     """Hidden states of the whole window that the outer forward and the graph hold at a time."""
     sliced_buffers: float = 5.0

@@ -33,11 +33,11 @@ class Entry:
     codec: str | None = None
     """How a frozen matrix is stored and crosses the link, as a codec's text form; None: as it computes."""
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def padded(self) -> int:
         return -(-self.numel // PAD_ELEMENTS) * PAD_ELEMENTS
 

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 DEVICE, HOST, DISK = "device", "host", "disk"
 TIERS = (DEVICE, HOST, DISK)
+KEEP, SEND, RECOMPUTE = "keep", "host", "recompute"
+ACTIVATIONS = (KEEP, RECOMPUTE, SEND)
+"""What a block's backward begins with, what takes most device memory first: the graph of its forward, or its input,
+from which it is recomputed, and which waits on the device or in host memory."""
 
 
 @dataclass(frozen=True)
@@ -18,8 +22,8 @@ class Placement:
     """Weight slots on the device."""
     staged: bool
     """Disk weights stop in page-locked host memory on their way to the device (a CUDA device), or go straight to it."""
-    offload: bool = False
-    """Block inputs wait in host memory between forward and backward."""
+    activations: tuple[str, ...] = ()
+    """One of ACTIVATIONS for each block, by unit index. Empty: all are recomputed from inputs on the device."""
     grad_slots: int = 2
     update_slots: int = 3
     input_slots: int = 2
@@ -54,6 +58,14 @@ class Placement:
     def rings(self, unit: int, passes: bool) -> bool:
         """The unit's gradients pass the ring. `passes`: they can, see Unit.passes_ring."""
         return bool(self.ring) and passes and unit not in self.late
+
+    def keeps(self, unit: int) -> bool:
+        """The graph of a block's forward stays until its backward."""
+        return bool(self.activations) and self.activations[unit] == KEEP
+
+    def sends(self, unit: int) -> bool:
+        """A block's input waits in host memory for its backward."""
+        return bool(self.activations) and self.activations[unit] == SEND
 
     @property
     def resident(self) -> bool:

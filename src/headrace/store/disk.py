@@ -146,7 +146,7 @@ class DiskFile:
 
     def _tell(self, text: str) -> None:
         self._notes.append(text)
-        self._events.add("disk", text)
+        self._events.add("disk", text, bytes=self.nbytes)
 
     def _tell_fallback(self) -> None:
         if self._file.fallback:

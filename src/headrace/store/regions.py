@@ -100,7 +100,7 @@ class Regions:
             for keep, nbytes in parts:
                 keep(arena.take(round_up(nbytes))[:nbytes])
         if self.host_arena.note:
-            events.add("pageable", self.host_arena.note)
+            events.add("pageable", self.host_arena.note, bytes=self.host_arena.nbytes)
 
     def _plan_homes(self, device_parts: list, host_parts: list) -> int:  # type: ignore[type-arg]
         disk = 0

@@ -137,11 +137,12 @@ class Bench:
         }  # fmt: skip
         if not self.rates or self.stopped():
             return told
-        options, device = self.session.options, self.session.device
+        device = self.session.device
         compute = alone = None
         if flops is not None:
-            rows = options.rows or work.rows
-            alone = self.arithmetic.measured(work, rows, options.recompute, self.dtype, device)
+            rows = self.session._stream.rows or work.rows
+            recomputes = not all(map(self.session.placement.keeps, self.session.anatomy.blocks))
+            alone = self.arithmetic.measured(work, rows, recomputes, self.dtype, device)
             compute = Bound("compute", flops, "FLOP", flops / alone.seconds)
             told |= {"matmul_rate": alone.rate, "utilisation": flops / per_step / alone.rate}
         if self.lane_rates is None:

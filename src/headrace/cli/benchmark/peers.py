@@ -83,7 +83,7 @@ def left_out(peer: Peer, folder: Path, device: torch.device) -> str:
 
 def _command(script: Path, request: Request, work: Work, device: torch.device, compiled: bool) -> list[str]:
     norm = "none" if work.max_grad_norm is None else str(work.max_grad_norm)
-    recompute = request.options.get("recompute")
+    keeps = request.options.get("activations") == "keep"
     values: dict[str, Any] = {
         "model": request.model, "rows": work.rows, "sequence": work.sequence, "micro-batches": work.micro_batches,
         "max-grad-norm": norm, "steps": request.steps, "warm-up": request.warm_up, "lr": request.lr,
@@ -92,7 +92,7 @@ def _command(script: Path, request: Request, work: Work, device: torch.device, c
     }  # fmt: skip
     flags = [f"--{name}={value}" for name, value in values.items() if value is not None]
     flags += ["--compile"] if compiled else []
-    return [sys.executable, str(script), *flags, *(["--no-recompute"] if recompute is False else [])]
+    return [sys.executable, str(script), *flags, *(["--no-recompute"] if keeps else [])]
 
 
 def _run(command: list[str], stopped: Callable[[], bool]) -> dict[str, Any]:

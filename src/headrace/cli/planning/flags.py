@@ -5,6 +5,7 @@ from __future__ import annotations
 from headrace.cli.config import FLAGS, RunConfig
 from headrace.plan.modes import RANK
 from headrace.plan.outlook import Outlook, on_disk
+from headrace.plan.search import FILES, SLOTS
 from headrace.spec.placement import DEVICE, DISK, HOST
 
 PACKED = "-nf4"
@@ -29,10 +30,10 @@ def train_flags(found: Outlook, model: str, disk_dir: str, limits: dict[str, str
         given["disk_dir"] = disk_dir
     if choice.work.slice_rows < choice.work.rows:
         settings["rows"] = str(choice.work.slice_rows)
-    if choice.placement.slots != RunConfig.model_fields["window"].default:
+    if choice.placement.slots != SLOTS[0]:
         settings["window"] = str(choice.placement.slots)
-    weights, state = choice.tiers
-    settings |= {"placement.weights": weights, "placement.state": state}
+    if not choice.mixed and FILES not in choice.tiers:  # "auto" finds a mixture again, no two tiers name it
+        settings |= {"placement.weights": choice.tiers[0], "placement.state": choice.tiers[1]}
     if found.mode.adapters:
         settings["lora.r"] = str(RANK)
     elif found.mode.moments != "float32":
@@ -58,6 +59,7 @@ def tiers_in_words(found: Outlook) -> str:
     """Where weights and state live, as in "host, state on disk"."""
     if found.choice is None:
         return "-"
-    names = {DEVICE: "GPU", HOST: "RAM", DISK: "disk"}
+    names = {DEVICE: "GPU", HOST: "RAM", DISK: "disk", FILES: "files"}
     weights, state = found.choice.tiers
-    return names[weights] if weights == state else f"{names[weights]}, state {names[state]}"
+    told = names[weights] if weights == state else f"{names[weights]}, state {names[state]}"
+    return f"mostly {told}" if found.choice.mixed else told

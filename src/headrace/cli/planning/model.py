@@ -6,18 +6,13 @@ No code of a model is run, and nothing is downloaded.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headrace.base.errors import ModelError
 from headrace.plan.shapes import ADAMW, SHAPES, subject_of
-from headrace.plan.subject import Attention, Subject
-from headrace.schedule.build import ROWS, Visit
-from headrace.spec.model import BLOCK, TILE
-
-if TYPE_CHECKING:
-    from headrace.model.units import Anatomy
-    from headrace.session.session import Session
+from headrace.plan.subject import Subject
 
 
 def subject_named(model: str) -> Subject:
@@ -59,24 +54,12 @@ def _built(model: str, place: Path) -> Subject:
     from headrace.model.blocks import find_blocks
     from headrace.model.build import load_model
     from headrace.model.units import divide
+    from headrace.session.subject import subject_of as subject_of_model
 
     built = load_model(place, dtype=torch.bfloat16, random_weights=True)
     groups = {id(parameter): 0 for parameter in built.parameters()}
     anatomy = divide(built, find_blocks(built), groups, ADAMW, frozenset(), EventLog())
-    config = built.config.get_text_config()
-    return Subject(
-        Path(model).name or model, anatomy.spec, _visits(anatomy), int(config.hidden_size), _attention(config),
-        _active(config), positions=getattr(config, "max_position_embeddings", None),
-    )  # fmt: skip
-
-
-def subject_in(session: Session) -> Subject:
-    """The model of an open session, divided and stored as it is."""
-    config = session.model.config.get_text_config()  # type: ignore[operator, union-attr]
-    return Subject(
-        type(session.model).__name__, session.spec, _visits(session.anatomy), int(config.hidden_size),
-        _attention(config), _active(config),
-    )  # fmt: skip
+    return replace(subject_of_model(built, anatomy), name=Path(model).name or model)
 
 
 def _refuse_code(model: str, place: Path) -> None:
@@ -98,28 +81,3 @@ def _known(model_type: Any) -> bool:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     return model_type in CONFIG_MAPPING
-
-
-def _visits(anatomy: Anatomy) -> tuple[Visit, ...]:
-    visits = [Visit(matrix, ROWS) for matrix, _ in anatomy.embeddings]
-    visits += [Visit(unit, BLOCK) for unit in anatomy.order]
-    visits += [Visit(tile, TILE) for matrix, _ in anatomy.heads for tile in anatomy.spec.matrices[matrix].tiles]
-    return tuple(visits)
-
-
-def _attention(config: Any) -> Attention | None:
-    heads = getattr(config, "num_attention_heads", None)
-    if not isinstance(heads, int):
-        return None
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return Attention(heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads)
-
-
-def _active(config: Any) -> float:
-    """Share of the experts that a token meets."""
-    chosen = getattr(config, "num_experts_per_tok", None)
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        count = getattr(config, name, None)
-        if isinstance(count, int) and isinstance(chosen, int) and count > 0:
-            return min(1.0, chosen / count)
-    return 1.0

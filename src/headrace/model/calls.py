@@ -1,0 +1,45 @@
+"""Calls of a block: what a micro-batch gave it, the runs that its rows were divided into, and what came out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from headrace.model import rows
+from headrace.model.containers import Packed
+from headrace.model.surroundings import Surroundings, recorded_keys
+
+
+@dataclass
+class Slice:
+    """One run of a call: its rows (None: all), and what its recompute must find again."""
+
+    bounds: tuple[int, int] | None
+    surroundings: Surroundings
+    kept: tuple[list[Tensor], list[Tensor]] | None = None
+    """(inputs, outputs) of its graph, when activations are kept instead of recomputed."""
+
+
+class Call:
+    """One call of the block by one micro-batch."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int | None) -> None:
+        self.given = (args, kwargs)
+        self.packed = Packed(self.given)
+        self.batch = batch
+        self.keys = recorded_keys()
+        self.slices: list[Slice] = []
+        self.plan: rows.RowPlan | None = None
+        self.results = 0
+        """How many tensors its result holds."""
+        self.differentiable: list[bool] = []
+        """Those that a gradient can pass; the others need none in plain PyTorch either."""
+        self.product: Packed | None = None
+        """The result's shape; beside it changes to containers, recorded outputs and written arguments."""
+
+    def forget_arguments(self) -> None:
+        """Only the shape around the tensors is needed from now on."""
+        del self.given
+        self.packed.tensors = []
