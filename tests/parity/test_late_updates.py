@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,9 @@ from torch import Tensor
 import headrace
 from against_plain import adamw, assert_close, batch, hf_loss, llama, streamed, weights
 from headrace.base.errors import NonFiniteError
-from headrace.plan import updates
+from headrace.plan import search, updates
 from tiny_runs import assert_same, everything
 
-WRAP = importlib.import_module("headrace.session.wrap")  # the package has the function by this name
 OPTIONS: dict[str, dict[str, Any]] = {
     "host": {}, "both": {"update": "both"}, "inline": {"overlap": False}, "tied": {"tied": True},
     "one slot": {"window": 1},
@@ -31,14 +29,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU; where the device is the CPU nothing is gained by it."""
 
-    def place(spec: Any, placement: Any, budgets: Any, wanted: str) -> Any:
-        placed, text = updates.place_updates(spec, placement, replace(budgets, shared=False), wanted)
+    def place(spec: Any, placement: Any, budgets: Any, *others: Any) -> Any:
+        placed, text = updates.place_updates(spec, placement, replace(budgets, shared=False), *others)
         assert placed.late or not placed.ring
         return placed, text
 
     monkeypatch.setattr(updates, "PIECE", 1000)
     monkeypatch.setattr(updates, "LATE_SHARE", 100.0)
-    monkeypatch.setattr(WRAP, "place_updates", place)
+    monkeypatch.setattr(search, "place_updates", place)
 
 
 def trained(plain: Any, folder: Path, **options: Any) -> dict[str, Any]:
@@ -67,7 +65,7 @@ def test_the_bits_of_a_run_without(name: str, dtype: torch.dtype, late: None, tm
     ours = trained(plain, tmp_path, **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(updates, "LATE_SHARE", 0.0)
-        patch.setattr(WRAP, "place_updates", updates.place_updates)
+        patch.setattr(search, "place_updates", updates.place_updates)
         theirs = trained(plain, tmp_path, **options)
     assert_same(ours, theirs)
 
