@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 
 import headrace
 from against_plain import assert_close, gradients, hf_loss, llama, sgd, streamed
+from headrace.plan import search
 from headrace.spec import footprint
 from headrace.spec.placement import Placement
 
@@ -97,7 +97,7 @@ def test_rows_in_pieces_have_the_same_bits(
     for staged in (False, True):
         stage = lambda *given, now=staged, **named: Placement(*given, **{**named, "staged": now})
         if device == "cpu":
-            monkeypatch.setattr(importlib.import_module("headrace.session.wrap"), "Placement", stage)
+            monkeypatch.setattr(search, "Placement", stage)
         else:
             monkeypatch.setattr(footprint, "ROW_PIECE", 1 if staged else 1 << 20)
         plain = llama(2, dtype, tie_word_embeddings=tied, hidden_size=32)
