@@ -6,18 +6,22 @@ The device is the CPU here, whose memory is made to look short: what is asked of
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import headrace
 from against_plain import adamw, assert_close, batch, gpt2, gradients, hf_loss, llama, streamed, weights
 from headrace.base.errors import PlanError
 from headrace.executor import trial
+from headrace.executor.guesses import Guesses
 from headrace.model.visit import BlockVisit
+from headrace.plan import updates
 from headrace.session.surviving import surviving
 
 PER_ROW = 1 << 20
@@ -102,26 +106,49 @@ def test_rows_that_were_asked_for_stay(counted: list[int]) -> None:
             hf_loss(ours, batch(7, 9, vocabulary=257))
 
 
-def test_what_never_fits_is_refused(counted: list[int]) -> None:
-    with streamed(llama(3), adamw) as (ours, _):
+def test_what_never_fits_is_refused_each_time(counted: list[int]) -> None:
+    """Alone and in the middle of a window; what fits is trained afterwards."""
+    plain = llama(3)
+    with streamed(plain, adamw) as (ours, optimizer):
         budget(ours, 0.5, 7)
-        with pytest.raises(PlanError, match="shorter sequences"):
-            hf_loss(ours, batch(7, 9, vocabulary=257))
+        ids = batch(7, 9, vocabulary=257)
+        for micro_batches in (1, 1, 2):
+            with pytest.raises(PlanError, match="shorter sequences"):
+                headrace.accumulate(lambda part: hf_loss(ours, part), [ids] * micro_batches)
+        budget(ours, 7.5, 7)
+        compare(plain, ours, optimizer, [7, 2])
+
+
+def test_fewer_but_longer_rows_are_tried_too(counted: list[int]) -> None:
+    """Two rows of 45 tokens are less in all than twelve of 9, of which three pass at a time, but more at a time."""
+    with streamed(llama(3), adamw) as (ours, _):
+        budget(ours, 3.5, 12)
+        hf_loss(ours, batch(12, 9, vocabulary=257)).backward()
+        trials, ours_trial = len(counted), headrace.session(ours)._trial
+        bound = ours_trial.bound
+        assert bound is not None
+        hf_loss(ours, batch(3, 9, vocabulary=257))
+        assert ours_trial.bound == bound and len(counted) == trials
+        ours_trial.budget = None
+        hf_loss(ours, batch(2, 45, vocabulary=257))
+        assert ours_trial.bound is not None and ours_trial.bound > 3 * bound
 
 
 class Short:
     """A block's MLP runs out of memory for more than so many rows."""
 
-    def __init__(self, model: Any, most: int, monkeypatch: pytest.MonkeyPatch, backward: bool = False) -> None:
-        self.most, self.asked = most, list[int]()
-        block: nn.Module = (model.model.layers if hasattr(model, "model") else model.transformer.h)[1]
-        mlp: Any = block.mlp
+    def __init__(
+        self, model: Any, most: int, monkeypatch: pytest.MonkeyPatch, backward: bool = False, block: int = 1
+    ) -> None:
+        self.most, self.asked, self.on = most, list[int](), True
+        blocks: Any = model.model.layers if hasattr(model, "model") else model.transformer.h
+        mlp = blocks[block].mlp
         original = mlp.forward
 
         def forward(x: Tensor) -> Tensor:
             self.asked.append(len(x))
             in_backward = torch._C._current_graph_task_id() != -1
-            if len(x) > self.most and in_backward == backward:
+            if self.on and len(x) > self.most and in_backward == backward:
                 torch.rand(3)  # what was drawn before the failure is drawn again
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
             result: Tensor = original(x)
@@ -135,10 +162,10 @@ def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
 
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
-def test_a_forward_that_runs_out_runs_again(monkeypatch: pytest.MonkeyPatch, activations: str) -> None:
+@pytest.mark.parametrize("options", [{}, {"activations": "keep"}, {"check_memory": False}], ids=str)
+def test_a_forward_that_runs_out_runs_again(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     plain = llama(3)
-    with streamed(plain, adamw, activations=activations) as (ours, optimizer):
+    with streamed(plain, adamw, **options) as (ours, optimizer):
         short = Short(ours, 2, monkeypatch)
         compare(plain, ours, optimizer, [7, 7])
         assert short.asked[0] == 7 and short.asked.count(7) == short.asked.count(3) == 1
@@ -164,44 +191,151 @@ def test_dropout_is_as_with_the_rows_it_ends_with(monkeypatch: pytest.MonkeyPatc
     assert_close(found[1], found[0], 1e-6)
 
 
-def test_a_step_runs_again_when_its_backward_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As training loops of Headrace do it: nothing of the first attempt is left."""
+@pytest.mark.parametrize("sizes", [(2, 7), (7, 2), (5, 6)], ids=str)
+def test_a_window_whose_micro_batches_differ_in_size(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> None:
+    """The rows of the larger go on being halved although the smaller passes whole."""
+    plain = llama(3)
+    reference = copy.deepcopy(plain)
+    with streamed(plain, adamw) as (ours, _):
+        Short(ours, 2, monkeypatch)
+        parts = [batch(rows, 9, seed=rows, vocabulary=257) for rows in sizes]
+        headrace.accumulate(lambda ids: hf_loss(ours, ids), parts).backward()
+        for ids in parts:
+            hf_loss(reference, ids).backward()
+        assert_close(gradients(ours), gradients(reference), 1e-5)
+
+
+def test_the_test_of_rows_that_runs_out_says_nothing_about_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the block would pass whole for good, and the step could not be repeated."""
+    plain = llama(3)
+    with streamed(plain, adamw, rows=3) as (ours, optimizer):
+        short = Short(ours, 1, monkeypatch)
+        torch.manual_seed(3)
+        before = torch.get_rng_state()
+        with pytest.raises(torch.OutOfMemoryError):
+            hf_loss(ours, batch(7, 9, vocabulary=257))
+        assert torch.equal(torch.get_rng_state(), before)
+        short.on = False
+        compare(plain, ours, optimizer, [7])
+        assert max(short.asked[1:]) == 3
+
+
+def test_a_forward_that_has_changed_a_buffer_does_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would change it twice: seen in its very first run, which did not end."""
+    plain = llama(3)
+    mlp = plain.model.layers[1].mlp
+    mlp.register_buffer("seen", torch.zeros(()))
+    with streamed(plain, adamw) as (ours, _):
+        own = ours.model.layers[1]
+        Short(ours, 3, monkeypatch)
+        own.mlp.register_forward_pre_hook(lambda module, args: module.seen.add_(1) and None)
+        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+            surviving(headrace.session(ours), lambda: hf_loss(ours, batch(7, 9, vocabulary=257)))
+        assert float(own.mlp.seen) == 1 and not told(ours, "out of memory")
+
+
+def repeated(ours: Any, parts: list[Tensor]) -> Tensor:
+    """A step as training loops of Headrace make it."""
+
+    def step() -> Tensor:
+        loss = headrace.accumulate(lambda ids: hf_loss(ours, ids) / len(parts), parts)
+        loss.backward()
+        return loss.detach()
+
+    return surviving(headrace.session(ours), step)
+
+
+@pytest.mark.parametrize("options", [{}, {"check_memory": False}, {"overlap": False}, {"accumulation": 2}], ids=str)
+@pytest.mark.parametrize("block", [0, 2])
+def test_a_step_runs_again_when_its_backward_ran_out(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], block: int
+) -> None:
+    """Nothing of the first attempt is left: no gradient, and with declared accumulation no guessed update."""
+    monkeypatch.setattr(updates, "LOG_SHARE", 100.0)
+    undone, undo = list[int](), Guesses.undo
+
+    def counted(self: Guesses, unit: int) -> None:
+        undone.extend([unit] * (unit in self._made))
+        undo(self, unit)
+
+    monkeypatch.setattr(Guesses, "undo", counted)
     plain = llama(3)
     reference = copy.deepcopy(plain)
     other = adamw(reference)
-    with streamed(plain, adamw, max_grad_norm=1e9) as (ours, optimizer):
-        short = Short(ours, 3, monkeypatch, backward=True)
-        for step in range(3):
-            ids = batch(7, 9, seed=step, vocabulary=257)
-
-            def gradients_of(ids: Tensor = ids) -> Tensor:
-                loss = hf_loss(ours, ids)
-                loss.backward()
-                return loss.detach()
-
-            loss = surviving(headrace.session(ours), gradients_of)
-            expected = hf_loss(reference, ids)
+    place = {"weights": "host", "state": "host"}
+    with streamed(plain, adamw, max_grad_norm=1e9, placement=place, **options) as (ours, optimizer):
+        short = Short(ours, 3, monkeypatch, backward=True, block=block)
+        for step in range(6):
+            short.on = step >= 3
+            parts = [batch(rows, 9, seed=step + rows, vocabulary=257) for rows in (7, 2)]
+            loss = repeated(ours, parts)
+            expected = sum(hf_loss(reference, ids) / 2 for ids in parts)
             expected.backward()
             assert_close({"loss": loss}, {"loss": expected.detach()}, 1e-6)
-            assert_close(gradients(ours), gradients(reference), 1e-5)
             for each in (other, optimizer):
                 each.step()
                 each.zero_grad()
+            assert headrace.session(ours).last_grad_norm is not None
         assert_close(weights(ours), weights(reference), 1e-5)
-        assert short.asked.count(7) == 2 and len(told(ours, "out of memory")) == 1
+        assert len(told(ours, "out of memory")) == 1
+        assert bool(undone) == ("accumulation" in options and block == 0)
+
+
+def test_gradients_of_an_earlier_backward_are_not_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a step is not repeated, and what came before it is still there."""
+    plain = llama(3)
+    with streamed(plain, adamw) as (ours, _):
+        hf_loss(ours, batch(3, 9, seed=1, vocabulary=257)).backward()
+        norm = gradients(ours)["model.norm.weight"].clone()
+        Short(ours, 3, monkeypatch)
+        with pytest.raises(torch.OutOfMemoryError):
+            surviving(headrace.session(ours), lambda: _out_of_memory(ours))
+        after = gradients(ours)["model.norm.weight"]
+        assert torch.equal(norm, after) and not told(ours, "out of memory")
+
+
+def _out_of_memory(model: Any) -> Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_nothing_keeps_what_a_failed_attempt_has_computed(micro_batches: int) -> None:
+    """Its memory is there for the next, without a collection."""
+    with streamed(llama(3), adamw) as (ours, _):
+        made, alive = list[weakref.ref[Tensor]](), list[bool]()
+
+        def loss_of(ids: Tensor) -> Tensor:
+            alive.extend(ref() is not None for ref in made[:micro_batches] if len(made) >= micro_batches)
+            own = torch.zeros(1000)
+            made.append(weakref.ref(own))
+            loss = hf_loss(ours, ids)
+            return loss if len(made) > micro_batches else _out_of_memory(own)
+
+        def step() -> Tensor:
+            parts = [batch(4, 9, seed=number, vocabulary=257) for number in range(micro_batches)]
+            return headrace.accumulate(loss_of, parts)
+
+        gc.collect()
+        gc.disable()
+        try:
+            surviving(headrace.session(ours), step)
+        finally:
+            gc.enable()
+        assert alive and not any(alive)
 
 
 @pytest.mark.parametrize("options", [{"rows": 7}, {"accumulation": 1, "on_nonfinite": "stop"}], ids=str)
 def test_a_step_that_cannot_be_repeated_says_so(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
-    """Rows that were asked for; updates that were made."""
-    with streamed(llama(3), adamw, **options) as (ours, _):
-        Short(ours, 3, monkeypatch, backward=True)
-
-        def step() -> Tensor:
-            loss = headrace.accumulate(lambda ids: hf_loss(ours, ids), [batch(7, 9, vocabulary=257)])
-            loss.backward()
-            return loss
-
-        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
-            surviving(headrace.session(ours), step)
-        assert not told(ours, "out of memory")
+    """Rows that were asked for; updates that were made. Where none was, the session goes on."""
+    plain = llama(3)
+    with streamed(plain, adamw, **options) as (ours, optimizer):
+        short = Short(ours, 3, monkeypatch, backward=True)
+        for micro_batches in (1, 2):
+            with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+                repeated(ours, [batch(7, 9, vocabulary=257)] * micro_batches)
+            assert not told(ours, "out of memory")
+            if "rows" not in options:
+                return
+            optimizer.zero_grad()
+        short.on = False
+        compare(plain, ours, optimizer, [7, 3])

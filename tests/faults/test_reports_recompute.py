@@ -217,6 +217,34 @@ def test_buffers_change_once_for_each_forward(activations: str, overlap: bool) -
             torch.testing.assert_close(ours(batch()), reference(batch()))
 
 
+class Ramped(nn.Module):
+    """Adapters of the user's own, whose attributes have the names of peft's, and change in the forward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.lora_alpha, self.scaling, self.r, self.in_features = 2.0, 0.5, 1, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scaling, self.r, self.in_features = 1.5 * self.scaling, self.r + 1, self.in_features + 2
+        return x + self.scaling * self.r * torch.tanh(0.1 * self.in_features * self.inner(x))
+
+
+def test_attributes_with_the_names_of_others_change_once_too() -> None:
+    """Report 10 for plain numbers, whatever they are called."""
+    model = toy(blocks=[Ramped(Block(20, 27)) for _ in range(3)])
+    reference = copy.deepcopy(model)
+    plain = sgd(reference)
+    with streamed(model) as (ours, optimizer):
+        for step in range(3):
+            for net, driver in ((reference, plain), (ours, optimizer)):
+                toy_loss(net, batch(seed=step)).backward()
+                driver.step()
+                driver.zero_grad()
+        assert_close(weights(ours), weights(reference))
+        assert [(block.r, block.scaling, block.in_features) for block in ours.blocks] == [(4, 1.6875, 6)] * 3
+
+
 class Square(nn.Module):
     """Views and transposes of one storage in one graph; with as many tokens as features, shapes agree by chance."""
 

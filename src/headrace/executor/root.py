@@ -96,6 +96,11 @@ class Roots:
         if self._backward_thread != threading.get_ident() and self.in_backward():
             _refuse_threads()
 
+    def busy(self) -> bool:
+        """Whether a call or a backward is under way, or has just failed."""
+        ending = self._ending() if self._ending is not None else None
+        return bool(self._calls) or (ending is not None and not ending.over)
+
     def in_backward(self) -> bool:
         """Whether one is under way. Autograd lets go of one that failed a moment late: other threads wait for that."""
         patience = time.monotonic() + 1.0

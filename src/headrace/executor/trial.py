@@ -56,15 +56,19 @@ class Trial:
     """Most bytes of device memory that a step is expected to use."""
     adapts: bool = False
     """Fewer activations may be kept than was planned, and inputs of blocks be sent to RAM."""
+    checks: bool = True
+    """A batch that does not fit is noticed before it is trained on."""
     divides: bool = True
     """Rows of a batch may pass a block one part after the other."""
     guard: Rehearsed | None = None
     guard_bytes: int = 0
     """What its check takes beyond a visit of the block."""
     largest: int = 0
-    """Rows of the largest micro-batch so far."""
+    """Rows of the largest micro-batch in this attempt at a step."""
     _hidden: int = 0
     """Bytes of the hidden states that the bound is for."""
+    _part: int = 0
+    """Those of the rows that pass at a time."""
     _base: int = 0
     """Bytes that were allocated before."""
 
@@ -73,10 +77,11 @@ class Trial:
         its forward must run again because fewer rows pass at a time now. Raises PlanError where nothing helps."""
         device = visit.stream.device
         self.largest = max(self.largest, _rows(visit))
-        if not measures(device) or visit.keeps:
+        if not self.checks or not measures(device) or visit.keeps:
             return False
-        hidden = max((t.nbytes for t in (*tensors, *results) if t.is_floating_point()), default=0) * len(visit.calls)
-        if self._fits(hidden):
+        largest = max((t.nbytes for t in (*tensors, *results) if t.is_floating_point()), default=0)
+        hidden, part = largest * len(visit.calls), largest * self._now(visit) // _rows(visit)
+        if self._fits(hidden, part):
             return False
         base = allocated(device)
         random = RandomState.now(device)
@@ -104,7 +109,7 @@ class Trial:
         random.restore(device)
         others = base + max(work, loss) + WINDOW_BUFFERS * hidden
         self.bound = bound = others + self._activations(hidden, kept, others)
-        self._hidden, self._base = hidden, base
+        self._hidden, self._part, self._base = hidden, part, base
         self.events.add("memory", f"device memory stays below {format_bytes(self.bound)}",
                         block=format_bytes(work), allocated=format_bytes(base))  # fmt: skip
         if self.budget is None or self.bound <= self.budget:
@@ -114,16 +119,20 @@ class Trial:
             text = f"{fitting} of {_rows(visit)} pass a block at a time: with more a step would not fit"
             self.events.add("rows", text, needed=format_bytes(bound), allowed=format_bytes(self.budget))
             return True
-        raise self._refusal(visit, fitting, work, loss, hidden)
+        refusal = self._refusal(visit, fitting, work, loss, hidden)
+        self.bound = None
+        raise refusal
 
-    def _fits(self, hidden: int) -> bool:
-        """Whether the bound holds for hidden states of so many bytes, in proportion where they are more than before."""
-        if self.bound is None or hidden <= self._hidden:
+    def _fits(self, hidden: int, part: int) -> bool:
+        """Whether the bound holds for hidden states of so many bytes, `part` of them at a time, in proportion where
+        they are more than before: fewer rows may be longer."""
+        grown = max(hidden / max(1, self._hidden), part / max(1, self._part))
+        if self.bound is None or grown <= 1:
             return self.bound is not None
-        bound = self._base + int((self.bound - self._base) * hidden / max(1, self._hidden))
+        bound = self._base + int((self.bound - self._base) * grown)
         if self.budget is not None and bound > self.budget:
             return False
-        self.bound, self._hidden = bound, hidden
+        self.bound, self._hidden, self._part = bound, max(hidden, self._hidden), max(part, self._part)
         return True
 
     def survives(self, visit: BlockVisit, reason: str) -> bool:
@@ -160,8 +169,10 @@ class Trial:
 
     def _lower(self, visit: BlockVisit, rows: int) -> bool:
         """Let fewer rows pass at a time; False where the block cannot be divided, or has changed what it keeps."""
-        sliced = all(part.bounds is not None for call in visit.calls for part in call.slices)
-        tried = visit.stream.rows is not None and self._now(visit) < _rows(visit)
+        now = self._now(visit)
+        large = [call for call in visit.calls if (call.batch or 1) > now]
+        sliced = all(part.bounds is not None for call in large for part in call.slices)
+        tried = visit.stream.rows is not None and bool(large)
         if not self.divides or rows < 1 or visit.block.buffers.change or (tried and not sliced):
             return False
         visit.stream.rows, self.bound = rows, None

@@ -115,8 +115,12 @@ class Window:
             for thread in threads:
                 thread.join()
         _free_workspaces()
-        if self._error is not None:
-            raise self._error
+        met, self._error = self._error, None
+        if met is not None:
+            try:
+                raise met
+            finally:
+                del met  # else it and this frame keep each other, and all that its micro-batches have computed
         return [self._losses[number] for number in range(len(self._batches))]
 
     def _participate(self, number: int) -> None:

@@ -98,6 +98,8 @@ def find(run: Callable[[list[Tensor]], list[Tensor]], tensors: Sequence[Tensor],
             continue
         try:
             both, first, second = (run(take(tensors, dims, a, b)) for a, b in ((0, 2), (0, 1), (1, 2)))
+        except torch.OutOfMemoryError:  # it says nothing about dimensions
+            raise
         except (RuntimeError, ValueError, IndexError):
             continue
         outputs = _outputs(both, first, second)
@@ -116,20 +118,22 @@ def tested(
     surroundings = Surroundings.now(device, buffers)
     random: RandomState = surroundings.random
     plan = None
-    for own_mode in (True, False):
-        with torch.no_grad(), surroundings.again(device, buffers):
-            if not own_mode:
-                buffers.module.eval()
-            marks = buffers.marks()
-            plan = find(run, tensors, batch)
-            drawn = random.changed(device)
-            if buffers.marks() != marks:
-                buffers.change = True
-                plan = None
+    try:
+        for own_mode in (True, False):
+            with torch.no_grad(), surroundings.again(device, buffers):
+                if not own_mode:
+                    buffers.module.eval()
+                marks = buffers.marks()
+                plan = find(run, tensors, batch)
+                drawn = random.changed(device)
+                if buffers.marks() != marks:
+                    buffers.change = True
+                    plan = None
+                    break
+            if not drawn:
                 break
-        if not drawn:
-            break
-    random.restore(device)
+    finally:
+        random.restore(device)
     return plan
 
 

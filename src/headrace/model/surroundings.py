@@ -121,6 +121,7 @@ class Buffers:
         self._parts = list(module.modules())
         self._children = self._below()
         self._spaces = [space for part in self._parts for space in (part._buffers, part.__dict__)]
+        self._unchanged = [_unchanged(part) for part in self._parts for _ in range(2)]
         self._keys: list[Key] = []
         self._places: list[tuple[dict[str, Any], str]] = []
         self._size = -1
@@ -139,14 +140,15 @@ class Buffers:
     @property
     def adapted(self) -> list[nn.Module]:
         """Those that are layers of peft."""
-        return [part for part in self.parts if hasattr(type(part), "active_adapters")]
+        return [part for part in self.parts if _is_adapted(part)]
 
     def _found(self) -> list[Any]:
         """The value of each of `_keys`, also what is not kept."""
         size = sum(map(len, self._spaces))
         if size != self._size:
             self._size = size
-            self._keys = [(n, key) for n, space in enumerate(self._spaces) for key in _changing(space)]
+            spaces = enumerate(zip(self._spaces, self._unchanged, strict=True))
+            self._keys = [(n, key) for n, (space, unchanged) in spaces for key in space if key not in unchanged]
             self._places = [(self._spaces[n], name) for n, name in self._keys]
         return [space.get(name, _ABSENT) for space, name in self._places]
 
@@ -185,22 +187,23 @@ class Buffers:
 
 _AS_MADE = frozenset(
     "_active_adapter _caches _disable_adapters cast_input_dtype_enabled ephemeral_gpu_offload fan_in_fan_out kwargs "
-    "is_target_conv_1d_layer lora_alpha lora_bias lora_variant merged_adapters r scaling use_dora use_rslora".split()
+    "in_features is_target_conv_1d_layer lora_alpha lora_bias lora_variant merged_adapters out_features r scaling "
+    "use_dora use_rslora".split()
 )
 """Attributes that say how an adapted layer was made. No forward changes them, and a block has hundreds."""
-_UNCHANGED = frozenset(nn.Module().__dict__) | {
-    "_apply",
-    "_is_hf_initialized",
-    "forward",
-    "in_features",
-    "out_features",
-}
+_TORCHS = frozenset(nn.Module().__dict__) | {"_apply", "_is_hf_initialized", "forward"}
 
 
-def _changing(space: dict[str, Any]) -> Iterator[str]:
-    """The names of a namespace whose values a forward may change."""
-    left_out = _UNCHANGED | _AS_MADE if "lora_alpha" in space else _UNCHANGED
-    return (name for name in space if name not in left_out)
+def _is_adapted(part: nn.Module) -> bool:
+    """Whether it is a layer of peft."""
+    return hasattr(type(part), "active_adapters")
+
+
+def _unchanged(part: nn.Module) -> frozenset[str]:
+    """The names in its namespaces whose values no forward changes."""
+    if _is_adapted(part):
+        return _TORCHS | _AS_MADE
+    return _TORCHS | {"in_features", "out_features"} if isinstance(part, nn.Linear) else _TORCHS
 
 
 _KEPT = (type(None), bool, int, float, str, Tensor, complex)

@@ -155,17 +155,18 @@ class BlockVisit:
         self, call: Call, bound: tuple[int, int] | None, inputs: list[Tensor], needs: Sequence[bool]
     ) -> Packed:
         buffers = self.block.buffers
-        slice_ = Slice(bound, Surroundings.now(self.stream.device, buffers))
-        call.slices.append(slice_)
+        call.slices.append(slice_ := Slice(bound, Surroundings.now(self.stream.device, buffers)))
         marks = buffers.marks()
         leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
-        product = self._under_gradients(call, leaves, slice_.surroundings.random)
+        try:
+            product = self._under_gradients(call, leaves, slice_.surroundings.random)
+        finally:  # whether it can run again depends on it
+            buffers.change = buffers.change or buffers.marks() != marks
         if self.keeps:
             slice_.kept = (leaves, list(product.tensors))
         called_for = call.differentiable or [False] * len(product.tensors)
         call.differentiable = [a or t.requires_grad for a, t in zip(called_for, product.tensors, strict=True)]
         product.tensors = [tensor.detach() for tensor in product.tensors]
-        buffers.change = buffers.change or buffers.marks() != marks
         if not buffers.change:
             slice_.surroundings.kept = None
         return product
@@ -323,9 +324,8 @@ class BlockVisit:
     def _again(
         self, call: Call, slice_: Slice, tensors: Sequence[Tensor], needs: Sequence[bool], run: Callable[..., Any]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        inputs = list(tensors)
-        if slice_.bounds is not None and call.plan is not None:
-            inputs = rows.take(tensors, call.plan.inputs, *slice_.bounds)
+        bounds = slice_.bounds
+        inputs = tensors if bounds is None or call.plan is None else rows.take(tensors, call.plan.inputs, *bounds)
         leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
         with torch.enable_grad(), slice_.surroundings.again(self.stream.device, self.block.buffers):
             arguments = [leaf.clone() for leaf in leaves] if self.block.inputs_change else leaves

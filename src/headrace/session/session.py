@@ -82,13 +82,11 @@ class Session:
         """What was decided at first, for which `placement` now stands; and bytes that may be used, by tier."""
         self._tracing = Tracing(self)
         self._watchdog = Watchdog(events, self._executor.seconds)
-        self._collections = Collections(events)
+        self._collections = Collections(events, stream.roots.busy)
         self._adapting = Adapting(stream.regions, self._executor.seconds, events, options.update == "auto")
         self._trial = Trial(budgets.device, stream.sink, stream.regions, events, adapts=options.activations == "auto",
-                            divides=options.rows is None)  # fmt: skip
-        stream.survives = self._trial.survives
-        if options.check_memory:
-            stream.trial = self._trial
+                            checks=options.check_memory, divides=options.rows is None)  # fmt: skip
+        stream.trial, stream.survives = self._trial, self._trial.survives
         self.guard: ParityGuard | None = None
         """What `guard_every` asks for; its `checks` are the last comparisons."""
         if options.guard_every:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from headrace.executor.taken import TakenBlock
 from headrace.model.surroundings import RandomState
 from headrace.session.session import Session
 
@@ -15,17 +16,35 @@ def surviving(session: Session, step: Callable[[], Tensor]) -> Tensor:
     """`step()`, which runs forwards and their backward. When the device has no memory for it, nothing of it is left,
     half as many rows pass a block at a time from then on, and it runs again from the same random state.
 
-    Raises torch.OutOfMemoryError where that cannot be: updates were made inside the backward already, a row is alone
-    already, or the option `rows` has said how many.
+    Raises torch.OutOfMemoryError where that cannot be: a row is alone already, the option `rows` has said how many,
+    updates were made inside the backward already, the model has changed its buffers, or an earlier backward has left
+    gradients that would be lost. Raises what updates of earlier steps have met.
     """
-    random = RandomState.now(session.device)
+    stream, trial = session._stream, session._trial
+    random, buffers, earlier = RandomState.now(session.device), _buffers(session), bool(stream.held)
     while True:
+        trial.largest = 0
         try:
             return step()
         except torch.OutOfMemoryError as error:
             reason = str(error)  # the error itself would hold what its frames hold
-        stream = session._stream
-        if stream.updated or session.broken or not session._trial.halve(stream, reason):
+        stream.abandon()  # updates that were only queued are none
+        final = earlier or stream.updated or session.broken or _changed(session, buffers)
+        if final or not trial.halve(stream, reason):
             raise torch.OutOfMemoryError(reason)
-        session.abandon_step()
+        session.wait()  # guesses are taken back
+        stream.begin_step()
+        session.zero_grad()
         random.restore(session.device)
+
+
+def _buffers(session: Session) -> list[tuple[Tensor, int]]:
+    """The model's buffers, and how often they had been written."""
+    return [(buffer, buffer._version) for buffer in session.model.buffers()]
+
+
+def _changed(session: Session, before: list[tuple[Tensor, int]]) -> bool:
+    """Whether the model keeps something of a step that was begun: it would keep it twice."""
+    now = _buffers(session)
+    same = len(now) == len(before) and all(a is b and v == w for (a, v), (b, w) in zip(now, before, strict=True))
+    return not same or any(call.block.buffers.change for call in session._taken if isinstance(call, TakenBlock))
