@@ -72,6 +72,17 @@ def test_what_does_not_fit_is_told_by_how_much() -> None:
     assert "of host memory short" in text and "lacks least" in text
 
 
+def test_a_disk_without_room_for_checkpoints_is_told() -> None:
+    """The run itself fits a disk of 100 GB, beside two checkpoints it does not; and a size that has lost its unit."""
+    small, large = (
+        run("plan", "8b", *DESKTOP, "--disk", f"7GB/s,{size}", "--pcie", "4x16") for size in ("100GB", "1TB")
+    )
+    assert "yes, no room for checkpoints" in small and "saved: 2 checkpoints" in small
+    assert "no room" not in large
+    text = run("plan", "8b", "--gpu", "RTX 3080 10GB", "--ram", "64", code=2)
+    assert "--ram = '64': Use text such as \"64GiB\"" in text
+
+
 @pytest.mark.parametrize("mode", ["full", "full-bf16-moments", "lora", "qlora"])
 def test_flags_are_those_that_train_takes(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They make a configuration without mistakes, with what the plan says."""

@@ -56,13 +56,17 @@ class Outlook:
         return self.choice.tokens_per_second * DAY if self.choice else 0.0
 
     @property
-    def disk_bytes(self) -> int:
-        """Of the run, its checkpoints, and the model that it leaves."""
+    def saved_bytes(self) -> int:
+        """Of its checkpoints, and the model that it leaves."""
         units = self.subject.spec.units
         trained = sum(unit.trained_bytes for unit in units)
         state = sum(unit.state_bytes for unit in units if unit.trained.entries)
-        kept = CHECKPOINTS * (trained + state) + trained
-        return kept + (self.choice.peaks.disk_bytes if self.choice else 0)
+        return CHECKPOINTS * (trained + state) + trained
+
+    @property
+    def disk_bytes(self) -> int:
+        """Of all that, and of what the run itself keeps on the disk."""
+        return self.saved_bytes + (self.choice.peaks.disk_bytes if self.choice else 0)
 
     @property
     def written_per_day(self) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from headrace.base.units import format_bytes
 from headrace.cli.planning.flags import first_command, tiers_in_words
 from headrace.plan.cards import CARDS
-from headrace.plan.outlook import DAY, Asked, Outlook, Upgrade
+from headrace.plan.outlook import CHECKPOINTS, DAY, Asked, Outlook, Upgrade
 from headrace.plan.place import Budgets
 from headrace.plan.subject import Subject
 from headrace.plan.summary import summary
@@ -29,8 +29,8 @@ def table(
     disk = "no disk" if budgets.disk is None else f"{format_bytes(budgets.disk)} of disk"
     source = "measured" if profile.measured else "from data sheets"
     heads = ("way", "fits", "context", "rows", "s/step", "tokens/day", "bound by", "weights", "device", "RAM", "disk",
-             "written/day", "endures")  # fmt: skip
-    rows = [heads, *(_row(each, endurance) for each in found)]
+             "saved", "written/day", "endures")  # fmt: skip
+    rows = [heads, *(_row(each, endurance, budgets.disk) for each in found)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
     lines = [
         f"{base.name}, {base.spec.parameters / 1e9:.2f} billion parameters, on {profile.device} ({source}): {room}"
@@ -39,23 +39,29 @@ def table(
                                               else ""), "",
     ]  # fmt: skip
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += ["", f"saved: {CHECKPOINTS} checkpoints of the exact state and the trained model, in the run's folder; "
+              f"endures: a disk rated for {format_bytes(endurance)} of writes"]  # fmt: skip
     return "\n".join(lines)
 
 
-def _row(each: Outlook, endurance: int) -> tuple[str, ...]:
+def _row(each: Outlook, endurance: int, disk: int | None) -> tuple[str, ...]:
     title = each.mode.title + ("" if each.mode.ready else " (planned)")
     choice = each.choice
     if choice is None:
         lacks = f"{format_bytes(each.shortfall)} of {each.tier} memory short".replace("disk memory", "disk")
-        return (title, lacks, *("-" for _ in range(8)), format_bytes(each.disk_bytes), "-", "-")
+        return (title, lacks, *("-" for _ in range(9)), format_bytes(each.saved_bytes), "-", "-")
     work = choice.work
     rows = str(work.rows) if work.slice_rows == work.rows else f"{work.rows} by {work.slice_rows}"
     written = each.written_per_day
+    fits = "yes" if each.clips else "without clipping"
+    if disk is not None and each.disk_bytes > disk:
+        fits += ", no room for checkpoints"
     return (
-        title, "yes" if each.clips else "without clipping", f"{each.max_context:,}", rows,
+        title, fits, f"{each.max_context:,}", rows,
         f"{choice.step.seconds:.2f}", f"{each.tokens_per_day / 1e6:,.1f} M", LANES[choice.step.limiting],
         tiers_in_words(each), format_bytes(choice.peaks.device_bytes), format_bytes(choice.peaks.host_bytes),
-        format_bytes(each.disk_bytes), format_bytes(written) if written else "-", _endures(endurance, written),
+        format_bytes(choice.peaks.disk_bytes) if choice.peaks.disk_bytes else "-", format_bytes(each.saved_bytes),
+        format_bytes(written) if written else "-", _endures(endurance, written),
     )  # fmt: skip
 
 
