@@ -284,6 +284,13 @@ def test_writing_encodes_again(home: str, way: str, tmp_path: Path) -> None:
             ours.get_parameter(NAME).fill_(math.nan)
 
 
+@pytest.mark.parametrize("codec", ["fp8", "nvfp4", "nf4"])
+def test_formats_that_a_gpu_could_multiply_are_told_to_be_storage(codec: str) -> None:
+    with streamed(base(2), quantize=every(codec)) as (ours, _):
+        said = [text for text in told(headrace.session(ours)) if "only stored so" in text]
+        assert len(said) == (codec != "nf4") and all(f"weights in {codec} " in text for text in said)
+
+
 def test_unwrap_gives_ordinary_weights() -> None:
     """With the decoded values, after training; the model may be wrapped again, as it then is."""
     model = base(3)

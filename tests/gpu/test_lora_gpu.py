@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
@@ -103,3 +105,33 @@ def test_adapted_layers_follow_peft(compiled: bool) -> None:
         layer.zero_grad()
     for found, expected, tolerance in zip(sides[1], sides[0], (3e-3, 5e-3, 1e-5, 1e-5), strict=True):
         assert_near(found, expected.double(), tolerance)
+
+
+def test_an_adapted_head_follows_peft() -> None:
+    """A base in bf16, an adapter in fp32 on its head, tokens without labels: the loss, and gradients as near to exact
+    ones as peft's on the resident model."""
+    pytest.importorskip("peft")
+    import headrace
+    from adapted import lora
+    from against_plain import adamw, batch, gradients, llama
+    from headrace.executor.taken import TakenHeadCall
+
+    model = lora(llama(2, torch.bfloat16, vocab_size=5003), target_modules=["q_proj", "lm_head"])
+    exact, plain = copy.deepcopy(model).cuda().double(), copy.deepcopy(model).cuda()
+    ids = batch(3, 40, 1, 5003).cuda()
+    labels = ids.clone()
+    labels[0, 3:17] = -100
+    found = {}
+    ours, driver = headrace.wrap(model, adamw(model), device="cuda", placement={"weights": "host"}, compile=False)
+    with headrace.session(ours), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TakenHeadCall, "_logits", None)  # none are built
+        for name, net in (("ours", ours), ("plain", plain), ("exact", exact)):
+            loss = net(input_ids=ids, labels=labels).loss
+            loss.backward()
+            own = gradients(net) if name == "ours" else {n: p.grad for n, p in net.named_parameters()}
+            found[name] = loss.item(), {n: g.double().cpu() for n, g in own.items() if g is not None}
+        del driver
+    assert found["ours"][0] == pytest.approx(found["plain"][0], rel=2e-3)
+    for name, grad in found["exact"][1].items():
+        distance = (found["plain"][1][name] - grad).norm()
+        assert (found["ours"][1][name] - grad).norm() <= 1.3 * distance + 2e-3 * grad.norm(), name

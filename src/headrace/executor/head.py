@@ -12,7 +12,17 @@ from torch.autograd.function import once_differentiable
 
 from headrace.executor.passes import Pass
 from headrace.executor.stream import Stream
-from headrace.loss.tiled import HeadSpec, LossRows, backward_tile, finish, forward_tile, open_rows, rows_at_once
+from headrace.loss.tiled import (
+    HeadSpec,
+    LossRows,
+    LowRank,
+    LowRankGrads,
+    backward_tile,
+    finish,
+    forward_tile,
+    open_rows,
+    rows_at_once,
+)
 from headrace.model.anchor import Anchor
 from headrace.model.rows import wide_sum
 from headrace.spec.model import TILE
@@ -81,15 +91,57 @@ def _tiles(stream: Stream, head: TakenHead, tensors: Sequence[Tensor | None]) ->
 
 def losses(
     stream: Stream, head: TakenHead, hidden: Sequence[Tensor], labels: Sequence[Tensor], specs: Sequence[HeadSpec],
-    dtype: torch.dtype,
+    dtype: torch.dtype, adapters: Sequence[Sequence[LowRank]],
 ) -> list[tuple[Tensor, int]]:  # fmt: skip
-    """(losses (N,) fp32, labelled tokens) of each micro-batch: hidden (N, H), labels (N,), on one pass of the head."""
+    """(losses (N,) fp32, labelled tokens) of each micro-batch: hidden (N, H), labels (N,), on one pass of the head.
+
+    adapters: those of each micro-batch, with `narrow` (N, r).
+    """
     bias = head.module.bias
-    tiles, anchor = _tiles(stream, head, [*hidden, bias])
+    given = _Given.of(hidden, adapters)
+    tiles, anchor = _tiles(stream, head, [*given.tensors, bias])
     rows = [open_rows(h.detach().to(dtype), y, spec) for h, y, spec in zip(hidden, labels, specs, strict=True)]
     cast = None if bias is None else bias.to(dtype)
-    found = _Losses.apply(tiles, rows, dtype, cast, anchor, *hidden)  # type: ignore[no-untyped-call]
+    found = _Losses.apply(tiles, rows, dtype, given, cast, anchor, *given.tensors)  # type: ignore[no-untyped-call]
     return [(loss, row.count) for loss, row in zip(found, rows, strict=True)]
+
+
+@dataclass(eq=False)
+class _Given:
+    """The tensors of all micro-batches: hidden states, then what adapters made of them, then matrices of adapters."""
+
+    tensors: list[Tensor]
+    hidden: int
+    """How many are hidden states."""
+    adapters: list[list[tuple[int, int, float]]]
+    """For each micro-batch: narrow and matrix of an adapter, as places in `tensors`, and its scale."""
+
+    @staticmethod
+    def of(hidden: Sequence[Tensor], adapters: Sequence[Sequence[LowRank]]) -> _Given:
+        tensors, places = list(hidden), dict[int, int]()
+
+        def place(tensor: Tensor) -> int:
+            if id(tensor) not in places:  # micro-batches have their matrices in common
+                places[id(tensor)] = len(tensors)
+                tensors.append(tensor)
+            return places[id(tensor)]
+
+        found = [[(place(each.narrow), place(each.matrix), each.scale) for each in some] for some in adapters]
+        return _Given(tensors, len(hidden), found)
+
+    def at(self, first: int, size: int, tensors: Sequence[Tensor]) -> list[list[LowRank]]:
+        """The adapters of each micro-batch at a tile."""
+        return [[LowRank(tensors[narrow], tensors[matrix], scale).of(first, size) for narrow, matrix, scale in some]
+                for some in self.adapters]  # fmt: skip
+
+    def grads_at(self, first: int, size: int, grads: Sequence[Tensor | None]) -> list[list[LowRankGrads]]:
+        return [[LowRankGrads(grads[narrow], _part(grads[matrix], first, size)) for narrow, matrix, _ in some]
+                for some in self.adapters]  # fmt: skip
+
+
+def _at_once(width: int, hidden: Tensor, adapters: Sequence[LowRank]) -> int:
+    """Tokens per chunk; with adapters the logits of a chunk are there twice."""
+    return rows_at_once(LOGITS_AT_ONCE // (2 if adapters else 1), width, hidden)
 
 
 class _Losses(torch.autograd.Function):
@@ -99,46 +151,51 @@ class _Losses(torch.autograd.Function):
         tiles: Tiles,
         rows: list[LossRows],
         dtype: torch.dtype,
+        given: _Given,
         bias: Tensor | None,
         anchor: Tensor,
-        *hidden: Tensor,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        cast = [h.to(dtype) for h in hidden]
+        cast = [h.to(dtype) for h in tensors[: given.hidden]]
 
         def body(weight: Tensor, first: int) -> None:
-            weight, part = weight.to(dtype), _part(bias, first, weight.shape[0])
-            for row, h in zip(rows, cast, strict=True):
-                forward_tile(row, h, weight, part, first, rows_at_once(LOGITS_AT_ONCE, weight.shape[0], h))
+            weight, size = weight.to(dtype), weight.shape[0]
+            for row, h, adapters in zip(rows, cast, given.at(first, size, tensors), strict=True):
+                forward_tile(row, h, weight, _part(bias, first, size), first, _at_once(size, h, adapters), adapters)
 
         tiles.forward(body)
-        ctx.tiles, ctx.rows, ctx.dtype = tiles, rows, dtype
-        ctx.save_for_backward(bias, *hidden)
+        ctx.tiles, ctx.rows, ctx.dtype, ctx.given = tiles, rows, dtype, given
+        ctx.save_for_backward(bias, *tensors)
         return tuple(finish(row) for row in rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         tiles: Tiles = ctx.tiles
-        bias, *hidden = ctx.saved_tensors
-        cast = [h.to(ctx.dtype) for h in hidden]
+        given: _Given = ctx.given
+        bias, *tensors = ctx.saved_tensors
+        cast = [h.to(ctx.dtype) for h in tensors[: given.hidden]]
         needs = ctx.needs_input_grad
-        into = [torch.zeros(h.shape, dtype=torch.float32, device=h.device) if need else None
-                for h, need in zip(hidden, needs[5:], strict=True)]  # fmt: skip
-        grad_bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if needs[3] else None
+        into = [torch.zeros(t.shape, dtype=torch.float32, device=t.device) if need else None
+                for t, need in zip(tensors, needs[6:], strict=True)]  # fmt: skip
+        grad_bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if needs[4] else None
 
         def body(weight: Tensor, first: int, grad_tile: Tensor | None) -> None:
             weight, size = weight.to(ctx.dtype), weight.shape[0]
-            for row, h, grad, grad_hidden in zip(ctx.rows, cast, grads, into, strict=True):
-                backward_tile(row, h, weight, _part(bias, first, size), first, grad, grad_hidden, grad_tile,
-                              _part(grad_bias, first, size), rows_at_once(LOGITS_AT_ONCE, size, h))  # fmt: skip
+            adapted, adapter_grads = given.at(first, size, tensors), given.grads_at(first, size, into)
+            for number, (row, h, grad) in enumerate(zip(ctx.rows, cast, grads, strict=True)):
+                adapters = adapted[number]
+                backward_tile(row, h, weight, _part(bias, first, size), first, grad, into[number], grad_tile,
+                              _part(grad_bias, first, size), _at_once(size, h, adapters), adapters,
+                              adapter_grads[number])  # fmt: skip
 
         tiles.backward(body)
         back = []
-        for h in hidden:  # one after the other, so that few are there in both formats
+        for tensor in tensors:  # one after the other, so that few are there in both formats
             grad = into.pop(0)
-            back.append(None if grad is None else grad.to(h.dtype))
+            back.append(None if grad is None else grad.to(tensor.dtype))
             del grad
-        return (None, None, None, None if grad_bias is None else grad_bias.to(bias.dtype), None, *back)
+        return (None, None, None, None, None if grad_bias is None else grad_bias.to(bias.dtype), None, *back)
 
 
 def _part(bias: Tensor | None, first: int, size: int) -> Tensor | None:

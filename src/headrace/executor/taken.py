@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import operator
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +17,7 @@ from headrace.executor.root import current_batch
 from headrace.executor.stream import Stream
 from headrace.executor.window import meet
 from headrace.loss.lazy import LazyLogits
-from headrace.loss.tiled import HeadSpec, reduce_losses
+from headrace.loss.tiled import HeadSpec, LowRank, reduce_losses
 from headrace.model.caches import cache_class, check_caches
 from headrace.model.calls import Call
 from headrace.model.containers import containers, write_back
@@ -225,7 +226,8 @@ class TakenHeadCall(Taken):
     def loss(self, lazy: LazyLogits, labels: Tensor, spec: HeadSpec, num_items: Any) -> Tensor:
         """The causal loss of logits that are never built: labels (N,) flat and shifted."""
         hidden = lazy.hidden.reshape(-1, lazy.hidden.shape[-1])
-        item = (hidden, labels, spec, lazy.head_dtype)
+        adapters = [replace(each, narrow=each.narrow.reshape(-1, each.narrow.shape[-1])) for each in lazy.adapters]
+        item = (hidden, labels, spec, lazy.head_dtype, adapters)
         losses, count = meet(("loss", id(self.taken), lazy.head_dtype), item, self._losses)
         if count == 0 and torch.is_grad_enabled() and (num_items is None or not int(num_items)):
             raise DataError(
@@ -237,6 +239,8 @@ class TakenHeadCall(Taken):
             )
         return reduce_losses(losses, count, "mean", num_items)
 
-    def _losses(self, items: list[tuple[Tensor, Tensor, HeadSpec, torch.dtype]]) -> list[tuple[Tensor, int]]:
-        hidden, labels, specs, dtypes = (list(part) for part in zip(*items, strict=True))
-        return head.losses(self.stream, self.taken, hidden, labels, specs, dtypes[0])
+    def _losses(
+        self, items: list[tuple[Tensor, Tensor, HeadSpec, torch.dtype, list[LowRank]]]
+    ) -> list[tuple[Tensor, int]]:
+        hidden, labels, specs, dtypes, adapters = (list(part) for part in zip(*items, strict=True))
+        return head.losses(self.stream, self.taken, hidden, labels, specs, dtypes[0], adapters)

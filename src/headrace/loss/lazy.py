@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from headrace.loss.tiled import HeadSpec
+from headrace.loss.tiled import HeadSpec, LowRank
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,11 @@ class LazyLogits:
         *,
         steps: tuple[Step, ...] = (),
         origin: LazyLogits | None = None,
+        adapters: tuple[LowRank, ...] = (),
     ) -> None:
         self.hidden = hidden
+        self.adapters = adapters
+        """What is added to the head's product before the steps; their `narrow` (..., r) fit `hidden`."""
         self.steps = steps
         self.dtype = dtype
         self.shape = torch.Size((*hidden.shape[:-1], vocab))
@@ -92,7 +95,7 @@ class LazyLogits:
     def _head_output(self) -> Tensor:
         raw = self._raw() if self._raw is not None else None
         if raw is None:
-            raw = self._compute()
+            raw = _with_adapters(self._compute(), self.adapters)
             self._raw = weakref.ref(raw)
         return raw
 
@@ -106,7 +109,15 @@ class LazyLogits:
             self.dtype if dtype is None else dtype,
             steps=(*self.steps, step),
             origin=self._first,
+            adapters=self.adapters,
         )
+
+    def plus(self, adapter: LowRank) -> LazyLogits:
+        """These logits, to which nothing has been done yet, and what `adapter` adds to them: it is recorded."""
+        assert not self.steps and self._value is None, "an adapter adds to what the head returned"
+        return LazyLogits(
+            self.hidden, self._compute, self.shape[-1], self.dtype, adapters=(*self.adapters, adapter)
+        )  # fmt: skip
 
     # What is recorded
 
@@ -240,6 +251,16 @@ def _through_tensor(name: str) -> Callable[..., Any]:
 for _operator in _COMPUTING_OPERATORS:
     setattr(LazyLogits, f"__{_operator}__", _through_tensor(f"__{_operator}__"))
 LazyLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+def _with_adapters(raw: Tensor, adapters: tuple[LowRank, ...]) -> Tensor:
+    """Logits (..., V), as peft's linear layer computes them, for autograd."""
+    total = raw
+    with torch.autocast(raw.device.type, enabled=False):
+        for adapter in adapters:
+            matrix = adapter.matrix.to(adapter.narrow.dtype)
+            total = total + torch.nn.functional.linear(adapter.narrow, matrix) * adapter.scale
+    return total.to(raw.dtype)
 
 
 def head_spec(lazy: LazyLogits, *, ignore_index: int = -100, label_smoothing: float = 0.0) -> HeadSpec | None:

@@ -17,7 +17,7 @@ padded, so no filler can pass through a soft-cap.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from headrace.base.errors import DataError, OptionError
-from headrace.kernels import ops
+from headrace.kernels import low_rank, ops
 
 Reduction = Literal["mean", "sum", "none"]
 MATMUL_ROWS = 128  # rows that a GPU's matrix products take as one piece
@@ -54,6 +54,31 @@ class HeadSpec:
             raise OptionError("softcap must be positive", f"got {self.softcap}", "Pass None for no soft-cap")
         if not 0.0 <= self.label_smoothing <= 1.0:
             raise OptionError("label_smoothing must lie between 0 and 1", f"got {self.label_smoothing}", "0.0 is none")
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """scale * narrow @ matrix^T, which an adapter adds to the head's product (https://arxiv.org/abs/2106.09685)."""
+
+    narrow: Tensor
+    """(N, r), or (..., r) of logits that nobody has flattened."""
+    matrix: Tensor
+    """(V, r), or the (v, r) of a tile."""
+    scale: float
+
+    def of(self, first: int, size: int) -> LowRank:
+        """That of the tile that begins with vocabulary id `first`."""
+        return LowRank(self.narrow, self.matrix[first : first + size], self.scale)
+
+
+@dataclass(frozen=True)
+class LowRankGrads:
+    """Where gradients of a LowRank are added up, in fp32; None where none is wanted."""
+
+    narrow: Tensor | None
+    """(N, r)"""
+    matrix: Tensor | None
+    """(v, r)"""
 
 
 @dataclass
@@ -136,7 +161,8 @@ def forward_tile(
     tile: Tensor,  # (v, H), same dtype
     bias: Tensor | None,  # (v,), same dtype
     start: int,  # first vocabulary id of the tile
-    chunk_rows: int,  # tokens at a time: the working memory is chunk_rows x v logits
+    chunk_rows: int,  # tokens at a time: the working memory is chunk_rows x v logits, twice that with adapters
+    adapters: Sequence[LowRank] = (),
 ) -> None:
     """Let one tile of the head into the running log-sum-exp."""
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
@@ -147,7 +173,7 @@ def forward_tile(
                 rows.label_logit[chunk],
                 None if rows.logit_sum is None else rows.logit_sum[chunk],
                 # Without a name, here as in the backward: the logits of two chunks must not be alive at a time.
-                functional.linear(rows.take(hidden, chunk), tile, bias),
+                _product_of_head(rows, chunk, rows.take(hidden, chunk), tile, bias, adapters),
                 rows.labels[chunk],
                 start,
                 scale=rows.spec.scale,
@@ -194,19 +220,23 @@ def backward_tile(
     grad_tile: Tensor | None,  # (v, H) fp32, added to; None when the head is frozen
     grad_bias: Tensor | None,  # (v,) fp32, added to; None when there is none or it is frozen
     chunk_rows: int,  # tokens at a time
+    adapters: Sequence[LowRank] = (),
+    adapter_grads: Sequence[LowRankGrads] = (),  # one for each adapter
 ) -> None:
     """Add one tile's share of the gradients. `rows` is not changed, so a second backward gives the same again."""
     assert rows.log_sum_exp is not None, "backward_tile before finish"
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         for chunk in rows.chunks(chunk_rows):
             states = rows.take(hidden, chunk)
-            grad = _logit_gradient(rows, chunk, states, tile, bias, start, rows.take(row_grad, chunk))
+            grad = _logit_gradient(rows, chunk, states, tile, bias, start, rows.take(row_grad, chunk), adapters)
             if grad_hidden is not None:
                 rows.add_to(grad_hidden, _product(grad, tile, grad_hidden.dtype), chunk)
             if grad_tile is not None:
                 _add_product(grad_tile, grad.t(), states)
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=grad_bias.dtype)
+            for adapter, into in zip(adapters, adapter_grads, strict=True):
+                _add_adapter_grads(rows, chunk, grad, adapter, into)
             del grad
 
 
@@ -239,12 +269,13 @@ def _check_labels(labels: Tensor, labelled: Tensor, spec: HeadSpec) -> None:
 
 
 def _logit_gradient(
-    rows: LossRows, chunk: slice, states: Tensor, tile: Tensor, bias: Tensor | None, start: int, row_grad: Tensor
-) -> Tensor:
+    rows: LossRows, chunk: slice, states: Tensor, tile: Tensor, bias: Tensor | None, start: int, row_grad: Tensor,
+    adapters: Sequence[LowRank],
+) -> Tensor:  # fmt: skip
     """Gradient of the head's raw product (n, v), rounded once, to the dtype of the matrix products."""
     assert rows.log_sum_exp is not None
     return ops.logit_gradient_(
-        functional.linear(states, tile, bias),
+        _product_of_head(rows, chunk, states, tile, bias, adapters),
         rows.labels[chunk],
         start,
         rows.log_sum_exp[chunk],
@@ -255,6 +286,42 @@ def _logit_gradient(
         softcap=rows.spec.softcap,
         upcast_first=rows.spec.upcast_first,
     )
+
+
+def _product_of_head(
+    rows: LossRows, chunk: slice, states: Tensor, tile: Tensor, bias: Tensor | None, adapters: Sequence[LowRank]
+) -> Tensor:
+    """Raw logits (n, v): the tile's product, and what adapters add to it, rounded to its dtype as peft does."""
+    raw = functional.linear(states, tile, bias)
+    return with_adapters(raw, [LowRank(rows.take(a.narrow, chunk), a.matrix, a.scale) for a in adapters])
+
+
+def with_adapters(raw: Tensor, adapters: Sequence[LowRank]) -> Tensor:
+    """`raw` (n, v) and what `adapters` add, in the dtype of `raw`; nothing in between is rounded to it."""
+    total = raw
+    for number, adapter in enumerate(adapters, 1):
+        if adapter.narrow.dtype == adapter.matrix.dtype == torch.float32 and raw.dtype != torch.float64:
+            dtype = raw.dtype if number == len(adapters) else torch.float32
+            total = low_rank.add_narrow(total, adapter.narrow, adapter.matrix.t(), dtype, adapter.scale)
+        else:
+            total = total + functional.linear(adapter.narrow, adapter.matrix.to(adapter.narrow.dtype)) * adapter.scale
+    return total.to(raw.dtype)
+
+
+def _add_adapter_grads(rows: LossRows, chunk: slice, grad: Tensor, adapter: LowRank, into: LowRankGrads) -> None:
+    """grad (n, v): that of the chunk's raw logits."""
+    narrow, matrix = rows.take(adapter.narrow, chunk), adapter.matrix
+    if narrow.dtype == matrix.dtype == torch.float32 and grad.dtype != torch.float64:
+        if into.narrow is not None:
+            rows.add_to(into.narrow, low_rank.narrow_product(grad, matrix, adapter.scale), chunk)
+        if into.matrix is not None:
+            into.matrix.add_(low_rank.transposed_product(grad, narrow, adapter.scale))
+        return
+    scaled = grad.to(narrow.dtype) * adapter.scale
+    if into.narrow is not None:
+        rows.add_to(into.narrow, _product(scaled, matrix.to(narrow.dtype), into.narrow.dtype), chunk)
+    if into.matrix is not None:
+        _add_product(into.matrix, scaled.t(), narrow)
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

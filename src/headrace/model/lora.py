@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from headrace.base.events import EventLog
 from headrace.kernels import low_rank
+from headrace.model.own_hooks import is_hooked
 
 
 def _add(base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -140,7 +141,7 @@ def _classes() -> tuple[Any, Any]:
             if args or kwargs or self.disable_adapters or self.merged or len(active) != 1:
                 return super().forward(x, *args, **kwargs)
             a, b = self.lora_A[active[0]], self.lora_B[active[0]]
-            bare = _bare(a) and _bare(b) and active[0] not in self.lora_variant  # it may have come after wrapping
+            bare = is_bare(a) and is_bare(b) and active[0] not in self.lora_variant  # it may have come after wrapping
             if not (bare and self.cast_input_dtype_enabled and type(self.lora_dropout[active[0]]) is nn.Identity):
                 return super().forward(x)
             if torch.is_autocast_enabled(x.device.type):
@@ -156,9 +157,8 @@ def _classes() -> tuple[Any, Any]:
     return Linear, FusedLinear
 
 
-def _bare(layer: Any) -> bool:
+def is_bare(layer: Any) -> bool:
     """A linear layer in fp32 whose call is its product: nobody has put hooks or parametrizations on it."""
     if type(layer) is not nn.Linear or layer.weight.dtype != torch.float32:
         return False
-    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    return layer._parameters.get("bias") is None and not any(hooks)
+    return layer._parameters.get("bias") is None and not is_hooked(layer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -74,7 +74,7 @@ def divide(
     owners = _owners(model, stacks)
     blocks = list(dict.fromkeys(block for stack in stacks for block in stack.blocks))
     largest = max(sum(_stored_bytes(p, narrow, codecs) for p in block.parameters()) for block in blocks)
-    embeddings, heads = _find_matrices(model, blocks, owners, largest, events)
+    embeddings, heads = _find_matrices(model, blocks, owners, largest, resident.adapters, events)
 
     def entry(p: nn.Parameter, first_row: int | None = None, rows: int | None = None) -> Entry:
         shape = tuple(p.shape) if rows is None else (rows, *p.shape[1:])
@@ -168,9 +168,11 @@ def _owners(model: nn.Module, stacks: Sequence[Stack]) -> dict[int, set[int]]:
 
 
 def _find_matrices(
-    model: nn.Module, blocks: list[nn.Module], owners: dict[int, set[int]], largest: int, events: EventLog
-) -> tuple[list[nn.Embedding], list[nn.Linear]]:
-    """Embeddings and heads outside the blocks whose weights only such modules use, and no hook wants in one piece."""
+    model: nn.Module, blocks: list[nn.Module], owners: dict[int, set[int]], largest: int, adapters: Container[int],
+    events: EventLog,
+) -> tuple[list[nn.Embedding], list[nn.Linear]]:  # fmt: skip
+    """Embeddings and heads outside the blocks whose weights only such modules use, and no hook wants in one piece.
+    Weights of `adapters` stay on the device."""
     inside = {id(module) for block in blocks for module in block.modules()}
     outside = [module for module in model.modules() if id(module) not in inside]
     get_head = getattr(model, "get_output_embeddings", None)
@@ -183,7 +185,7 @@ def _find_matrices(
     tied = {id(m.weight) for m in embeddings}
     heads = [
         m for m in outside
-        if type(m) is nn.Linear and "forward" not in m.__dict__
+        if type(m) is nn.Linear and "forward" not in m.__dict__ and id(m.weight) not in adapters
         and (m is named_head or id(m.weight) in tied or _bytes(m.weight, frozenset()) > HEAD_SHARE * largest)
     ]  # fmt: skip
     allowed = {id(m) for m in (*embeddings, *heads)}

@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -45,8 +45,11 @@ def copy_in_use(module: Any) -> Any:
     return copies[active[0]] if copies is not None and len(active) == 1 and active[0] in copies else module
 
 
-def guard_adapters(model: Any, events: EventLog, undo: list[Callable[[], None]]) -> None:
-    """For a model with adapters: let `save_pretrained` read them alone, and refuse merges that peft does wrong."""
+def guard_adapters(
+    model: Any, codecs: Mapping[str, str], events: EventLog, undo: list[Callable[[], None]]
+) -> None:  # fmt: skip
+    """For a model with adapters: let `save_pretrained` read them alone, and refuse merges that go wrong in memory.
+    `codecs`: those of weights, by name."""
     if not hasattr(model, "peft_config"):
         return
     if hasattr(model, "save_pretrained"):
@@ -60,11 +63,30 @@ def guard_adapters(model: Any, events: EventLog, undo: list[Callable[[], None]])
         events.add("adapters", f"one weight, an adapter on one of its uses: {places}. It trains and is saved as it is, "
                    "but merging would change all uses: untie the weight in the base before you merge",
                    weights=len(shared))  # fmt: skip
-        refuse = functools.partial(_refuse_merge, places)
-        for module in model.modules():
-            for name in MERGING:
-                if hasattr(type(module), name):
-                    attach(module, name, refuse, undo)
+        _attach_all(model.modules(), functools.partial(_refuse_merge, places), undo)
+    packed = dict(_on_packed_weights(model, codecs))
+    if packed:
+        refuse = functools.partial(_refuse_rounding, packed)
+        _attach_all(model.modules(), refuse, undo)
+        for name in packed:
+            attach(model.get_submodule(name), "merge", refuse, undo)
+
+
+def _attach_all(modules: Iterable[nn.Module], refuse: Callable[..., NoReturn], undo: list[Callable[[], None]]) -> None:
+    for module in modules:
+        for name in MERGING:
+            if hasattr(type(module), name):
+                attach(module, name, refuse, undo)
+
+
+def _on_packed_weights(model: nn.Module, codecs: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Adapted layers with a weight that is stored with a codec: their names, and the codec."""
+    for name, module in model.named_modules():
+        base = getattr(module, "base_layer", None)
+        if isinstance(base, nn.Module) and hasattr(module, "merge"):
+            found = [codecs[weight] for part, _ in base.named_parameters()
+                     if (weight := f"{name}.base_layer.{part}") in codecs]  # fmt: skip
+            yield from ((name, codec) for codec in found[:1])
 
 
 def _on_shared_weights(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
@@ -88,6 +110,16 @@ def _refuse_merge(places: str, *args: Any, **kwargs: Any) -> NoReturn:
         "merging would write an adapter into a weight that other modules use too", places,
         "Save the adapter. Then load the base with tie_word_embeddings=False, copy the embedding's weight into the "
         "head, load the adapter and merge it there",
+    )  # fmt: skip
+
+
+def _refuse_rounding(packed: Mapping[str, str], *args: Any, **kwargs: Any) -> NoReturn:
+    name, codec = next(iter(packed.items()))
+    raise StepError(
+        "merging would round the adapter away: the weights it is added to are stored compressed, and unmerging would "
+        "not bring them back", f"{len(packed)} adapted layers have such weights, as {name} in {codec}",
+        "Save the adapter and merge it into the base's own files with `headrace merge BASE ADAPTER OUT`, or call "
+        "headrace.unwrap(model), which decodes the weights, and merge then",
     )  # fmt: skip
 
 

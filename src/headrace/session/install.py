@@ -12,6 +12,7 @@ from torch import nn
 from headrace.base.errors import OptionError
 from headrace.base.units import parse_bytes
 from headrace.checkpoint.export import save_pretrained as export
+from headrace.executor.adapted_head import adapt
 from headrace.executor.embedding import TakenEmbedding, whole
 from headrace.executor.head import TakenHead
 from headrace.executor.stream import Stream
@@ -123,11 +124,20 @@ def _take_loss(model: nn.Module, heads: list[TakenHeadCall], stream: Stream, und
         return
     get_head = getattr(holder, "get_output_embeddings", None)
     output = copy_in_use(get_head()) if callable(get_head) else None
-    head = next((call for call in heads if call.module is output), None)
-    if head is None or not is_causal_lm_loss(original):
-        reason = "its head does not stream in tiles" if head is None else "its loss is not the causal one"
+    adapted = output if hasattr(output, "lora_A") else None
+    module = output if adapted is None else adapted.get_base_layer()
+    head = next((call for call in heads if call.module is module), None)
+    reason = "its head does not stream in tiles" if head is None else ""
+    if not is_causal_lm_loss(original):
+        reason = "its loss is not the causal one"
+    elif adapted is not None:
+        reason = reason or adapt(adapted, undo)
+    if head is None or reason:
         stream.events.add("loss", f"the model's own loss runs on full logits: {reason}", heads=len(heads))
         return
+    if adapted is not None:
+        stream.events.add("loss", "the adapters on the head add to its tiles: the loss builds no logits",
+                          adapters=len(adapted.lora_A))  # fmt: skip
     head.lazy = True
 
     def tell(reason: str) -> None:
@@ -168,7 +178,8 @@ def _guard(model: nn.Module, stream: Stream, recomputes: bool, undo: list[Callab
     undo.append(model.register_state_dict_post_hook(plain_state).remove)
     attach(model, "zero_grad", lambda set_to_none=True: owner(model).zero_grad(), undo)
     guard(model, stream, undo)
-    guard_adapters(model, stream.events, undo)
+    codecs = {entry.name: entry.codec for _, _, entry in stream.spec.pieces() if entry.codec is not None}
+    guard_adapters(model, codecs, stream.events, undo)
     if hasattr(model, "save_pretrained") and not hasattr(model, "peft_config"):  # peft saves adapters itself
         attach(model, "save_pretrained", _saver(model), undo)
 

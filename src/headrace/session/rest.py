@@ -13,6 +13,7 @@ from headrace.executor.sink import Sink, requiring_gradient
 from headrace.executor.stream import Stream
 from headrace.executor.taken import Taken
 from headrace.executor.window import in_window
+from headrace.model.own_hooks import Own, Waiting
 from headrace.model.parked import Parked
 from headrace.model.units import Anatomy
 from headrace.spec.model import Unit
@@ -36,7 +37,8 @@ class Rest:
         inside = {id(m) for block in blocks for m in block.modules()}
         users = [m for m in model.modules() if m is model or (id(m) not in inside and _uses(m, own))]
         waiting = [*users, *(block for block in blocks if any(id(p) in own for p in block.parameters()))]
-        self.handles: list[Any] = [m.register_forward_pre_hook(lambda module, args: self.settle()) for m in waiting]
+        wait = Waiting(self.settle)
+        self.handles: list[Any] = [m.register_forward_pre_hook(wait) for m in waiting]
         for parameter in self._trained:
             with requiring_gradient(parameter):
                 self.handles.append(parameter.register_hook(functools.partial(self._arrives, parameter, settle)))
@@ -74,8 +76,8 @@ class Rest:
         def leave(module: nn.Module, args: Any, result: Any) -> None:
             module._parameters.update(own)
 
-        self.handles.append(module.register_forward_pre_hook(enter))
-        self.handles.append(module.register_forward_hook(leave, always_call=True))
+        self.handles.append(module.register_forward_pre_hook(Own(enter)))
+        self.handles.append(module.register_forward_hook(Own(leave), always_call=True))
 
     def park(self) -> None:
         """An update was queued."""
