@@ -160,7 +160,8 @@ def test_the_map_decides_weight_by_weight() -> None:
             assert found[name + "mlp.up_proj.weight"] is None
             assert found[name + "mlp.gate_proj.weight"] == "int8", inner
         assert found["model.embed_tokens.weight"] is found["lm_head.weight"] is found["model.norm.weight"] is None
-        (text,) = told(headrace.session(model))
+        text, stored = told(headrace.session(model))
+        assert "in fp8 are only stored so" in stored and "matrices=1" in stored
         assert "8 matrices as int8, 1 matrices as fp8" in text and "before=" in text and "worst_error=0.0" in text
 
 

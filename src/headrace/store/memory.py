@@ -100,6 +100,7 @@ class Scratch:
     def first(self, nbytes: int) -> Tensor:
         """The first `nbytes` bytes (uint8). What was there before may be anything."""
         if nbytes > self._arena.nbytes:
+            self._arena.close()  # before there is another
             self._arena = HostArena(nbytes)
         return self._arena.buffer[:nbytes]
 
