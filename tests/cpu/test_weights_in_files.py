@@ -15,6 +15,7 @@ from against_plain import adamw, assert_close, assert_equal, batch, hf_loss, wei
 from headrace import FormatError, PlanError, load_model
 from headrace.checkpoint.packed import save_quantised
 from headrace.session.tiers import survey
+from headrace.spec.footprint import footprint
 from headrace.spec.model import BLOCK, REST
 from quantised_models import decoded, every
 
@@ -159,14 +160,15 @@ def test_a_file_that_was_changed_before_wrapping_is_refused(tmp_path: Path) -> N
 
 
 def test_a_base_may_be_larger_than_memory_and_needs_no_folder(tmp_path: Path) -> None:
-    """ "auto" reads it from its files when RAM does not hold it, and says what RAM that takes when even that is too
-    much."""
+    """ "auto" reads from its files what RAM does not hold, and says what RAM that takes when even that is too much."""
     source = tiny.save(tiny.build("llama", num_hidden_layers=12, hidden_size=64, intermediate_size=192), tmp_path / "m")
     model = frozen(load_model(source))
     size = sum(p.numel() * 4 for p in model.parameters())
     model, driver = opened(model, placement="auto", host_memory=int(0.7 * size))
     with headrace.session(model) as session:
-        assert {session.placement.weights[u.index] for u in session.spec.units if u.kind == BLOCK} == {"disk"}
+        tiers = [session.placement.weights[u.index] for u in session.spec.units if u.kind == BLOCK]
+        need = footprint(session.spec, session.placement)
+        assert tiers.count("disk") >= 4 and need.device_bytes + need.host_bytes <= 0.7 * size
         train(model, driver, 0, 2)
     with pytest.raises(PlanError, match="smallest host_memory that works"):
         opened(frozen(load_model(source)), placement="auto", host_memory=4096)
