@@ -84,13 +84,13 @@ def test_equal_input_gives_equal_plans() -> None:
     assert found[0].choice == found[1].choice and found[0].why == found[1].why
 
 
-@pytest.mark.parametrize("headroom, left", [(0.1, 900), (0, 1000), (0.25, 750), (300, 700), ("300", 700), (5000, 0)])
+@pytest.mark.parametrize("headroom, left", [(0.1, 900), (0, 1000), (0.25, 750), (300, 700), ("300 B", 700), (5000, 0)])
 def test_headroom_is_left_where_no_budget_is_given(headroom: Any, left: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "host_memory", lambda: limits.HostMemory(2000, 1000, None, 2000))
     monkeypatch.setattr(limits, "device_memory", lambda index: limits.DeviceMemory(2000, 1000))
     options = Options(headroom=headroom)
     assert resources.budgets_of(options, torch.device("cuda", 0)) == Budgets(left, left, None, False)
-    given = replace(options, device_memory=50, host_memory="60")
+    given = replace(options, device_memory=50, host_memory="60 B")
     assert resources.budgets_of(given, torch.device("cuda", 0)) == Budgets(50, 60, None, False)
 
 
