@@ -80,7 +80,7 @@ def test_a_disk_without_room_for_checkpoints_is_told() -> None:
     assert "yes, no room for checkpoints" in small and "saved: 2 checkpoints" in small
     assert "no room" not in large
     text = run("plan", "8b", "--gpu", "RTX 3080 10GB", "--ram", "64", code=2)
-    assert "--ram = '64': Use text such as \"64GiB\"" in text
+    assert "--ram = '64': that is 64 bytes" in text
 
 
 @pytest.mark.parametrize("mode", ["full", "full-bf16-moments", "lora", "qlora"])

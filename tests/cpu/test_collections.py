@@ -18,10 +18,13 @@ from headrace.session import collections
 
 @pytest.fixture(autouse=True)
 def thawed() -> Iterator[None]:
-    """As every other test begins."""
+    """As every other test begins; and no collection but those that are asked for."""
+    usual = gc.get_threshold()
+    gc.set_threshold(1_000_000_000)
     gc.unfreeze()
     yield
     gc.unfreeze()
+    gc.set_threshold(*usual)
 
 
 def steps(model: object, optimizer: object, count: int) -> None:

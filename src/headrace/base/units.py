@@ -14,10 +14,6 @@ _FACTORS = {
 _PATTERN = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*$")
 
 
-SLIP = 1 << 20
-"""Bytes below which a number in text, without a unit, has lost it: nobody means 64 bytes."""
-
-
 def parse_bytes(value: int | float | str, name: str = "size") -> int:
     """Bytes from a number or from text such as "8GiB", "500 MB" or "1e9".
 
@@ -29,9 +25,6 @@ def parse_bytes(value: int | float | str, name: str = "size") -> int:
         if value < 0 or value != value or value == float("inf"):
             raise OptionError(f"{name} is not a size", f"got {value!r}", 'Use bytes or text such as "8GiB"')
         return int(value)
-    if str(value).strip().isdigit() and 0 < int(value) < SLIP:
-        text = f"{str(value).strip()} without a unit is so many bytes"
-        raise OptionError(f"{name} is no likely size", text, f'Use text such as "{str(value).strip()}GiB"')
     match = _PATTERN.match(str(value))
     if match and match.group(2).lower() in _FACTORS:
         return int(float(match.group(1)) * _FACTORS[match.group(2).lower()])

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 DISK_SIZE = 10**12
 """Free bytes of a disk whose size is not told."""
+LEAST_RAM = 1 << 20
+"""Bytes below which a size has lost its unit."""
 _DISK = re.compile(r"(?P<read>[0-9.]+)(?:/(?P<write>[0-9.]+))?\s*GB/s(?:,(?P<size>.+))?", re.IGNORECASE)
 _SLOT = re.compile(r"(?:gen)?\s*([345])(?:\.0)?\s*x\s*(1|2|4|8|16)", re.IGNORECASE)
 
@@ -26,7 +28,7 @@ def machine_of(request: Request, progress: Callable[[str, int, int], None]) -> H
     """Measured, or as the flags describe it. Raises ConfigError with all mistakes in them, OptionError for a card that
     is not known."""
     problems: list[str] = []
-    ram = _read(problems, "--ram", request.ram, lambda text: parse_bytes(text, "--ram"))
+    ram = _read(problems, "--ram", request.ram, _ram)
     rate = _read(problems, "--ram-rate", request.ram_rate, _rate)
     slot = _read(problems, "--pcie", request.pcie, _slot)
     disk = _read(problems, "--disk", request.disk, _disk)
@@ -56,6 +58,13 @@ def _read(problems: list[str], name: str, text: str | None, parse: Callable[[str
         reason = error.advice if isinstance(error, OptionError) else str(error)
         problems.append(f"{name} = {text!r}: {reason}")
         return None
+
+
+def _ram(text: str) -> int:
+    size = parse_bytes(text, "--ram")
+    if size < LEAST_RAM:
+        raise ValueError(f"that is {size} bytes; use a unit, as in 64GB")
+    return size
 
 
 def _rate(text: str) -> float:
