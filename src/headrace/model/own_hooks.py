@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
+from headrace.base.errors import StepError
 
-class Waiting:
+
+class _Uncopied:
+    """A copy of a streamed module would share its stores."""
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise _refusal("copied")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise _refusal("pickled")
+
+
+def _refusal(verb: str) -> StepError:
+    return StepError(
+        f"a model that Headrace streams cannot be {verb}", "its weights live in host memory and on disk",
+        "Use model.save_pretrained(folder) or model.state_dict(), or headrace.unwrap(model) first",
+    )  # fmt: skip
+
+
+class Waiting(_Uncopied):
     """A hook before a module's forward: its weights are being updated, and have their values when `settle` returns."""
 
     def __init__(self, settle: Callable[[], None]) -> None:
@@ -18,7 +37,7 @@ class Waiting:
         self.settle()
 
 
-class Own:
+class Own(_Uncopied):
     """A hook around a call that gives what it gives without the hook."""
 
     def __init__(self, call: Callable[..., None]) -> None:
