@@ -6,7 +6,7 @@ import contextvars
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from headrace.loss.tiled import HeadSpec, LowRank, reduce_losses
 from headrace.model.caches import cache_class, check_caches
 from headrace.model.calls import Call
 from headrace.model.containers import containers, write_back
+from headrace.model.own_hooks import Uncopied
 from headrace.model.parked import is_parked, whole_value
 from headrace.model.side import guard_changes, tensor_attributes
 from headrace.model.surroundings import Autocast, record_outside
@@ -28,7 +29,7 @@ from headrace.model.visit import Block, BlockVisit, VisitFunction
 from headrace.spec.model import BLOCK
 
 
-class Taken:
+class Taken(Uncopied):
     """A callable in place of a module's forward. It belongs to one model: no copies, no pickles."""
 
     def __init__(self, stream: Stream, module: nn.Module, weights: Iterable[Tensor]) -> None:
@@ -85,19 +86,6 @@ class Taken:
             self.module.forward = self.own
         else:
             self.module.__dict__.pop("forward", None)
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        self._refuse("copied")
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self._refuse("pickled")
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise StepError(
-            f"a model that Headrace streams cannot be {what}",
-            "its weights live in host memory and on disk",
-            "Use model.save_pretrained(folder) or model.state_dict(), or headrace.unwrap(model) first",
-        )
 
 
 class TakenBlock(Taken):

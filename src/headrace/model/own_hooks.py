@@ -10,24 +10,25 @@ from torch import nn
 from headrace.base.errors import StepError
 
 
-class _Uncopied:
+class Uncopied:
     """A copy of a streamed module would share its stores."""
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise _refusal("copied")
+        raise refusal("copied")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise _refusal("pickled")
+        raise refusal("pickled")
 
 
-def _refusal(verb: str) -> StepError:
+def refusal(verb: str) -> StepError:
+    """What is said to whoever wants to copy or pickle a streamed model, or part of it."""
     return StepError(
         f"a model that Headrace streams cannot be {verb}", "its weights live in host memory and on disk",
-        "Use model.save_pretrained(folder) or model.state_dict(), or headrace.unwrap(model) first",
+        "Use model.save_pretrained(folder), model.state_dict() or session.save(folder), or unwrap the model first",
     )  # fmt: skip
 
 
-class Waiting(_Uncopied):
+class Waiting(Uncopied):
     """A hook before a module's forward: its weights are being updated, and have their values when `settle` returns."""
 
     def __init__(self, settle: Callable[[], None]) -> None:
@@ -37,7 +38,7 @@ class Waiting(_Uncopied):
         self.settle()
 
 
-class Own(_Uncopied):
+class Own(Uncopied):
     """A hook around a call that gives what it gives without the hook."""
 
     def __init__(self, call: Callable[..., None]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headrace.base.errors import StepError
 from headrace.executor.stream import Stream
+from headrace.model.own_hooks import Uncopied
 from headrace.model.widened import own_dtype
 
 
@@ -19,8 +20,9 @@ def guard(model: nn.Module, stream: Stream, undo: list[Callable[[], None]]) -> N
     for module in model.modules():
         attach(module, "_apply", Moves(module, stream), undo)
         undo.append(module.register_load_state_dict_pre_hook(_copier(stream)).remove)
-    attach(model, "__deepcopy__", lambda memo: _refuse("copied"), undo)  # before any weight is read
-    attach(model, "__reduce_ex__", lambda protocol: _refuse("pickled"), undo)
+    refused = Uncopied()
+    attach(model, "__deepcopy__", refused.__deepcopy__, undo)  # before any weight is read
+    attach(model, "__reduce_ex__", refused.__reduce_ex__, undo)
 
 
 def attach(module: nn.Module, name: str, value: object, undo: list[Callable[[], None]]) -> None:
@@ -29,7 +31,7 @@ def attach(module: nn.Module, name: str, value: object, undo: list[Callable[[], 
     undo.append(lambda: module.__dict__.pop(name, None))
 
 
-class Moves:
+class Moves(Uncopied):
     """In place of `module._apply`, which `.to()`, `.cuda()`, `.half()` and the like call. It also keeps its module from
     being copied alone."""
 
@@ -45,19 +47,6 @@ class Moves:
         text = f"moving a wrapped model is ignored: it computes on {self._stream.device}"
         self._stream.tell_once("to", "device", text, parameters=self._stream.spec.parameters)
         return self._module
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        _refuse("copied")
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        _refuse("pickled")
-
-
-def _refuse(verb: str) -> NoReturn:
-    raise StepError(
-        f"a model that Headrace streams cannot be {verb}", "its weights live in host memory and on disk",
-        "Use model.save_pretrained(folder), model.state_dict() or session.save(folder), or unwrap the model first",
-    )  # fmt: skip
 
 
 def _copier(stream: Stream) -> Callable[..., None]:
