@@ -125,7 +125,6 @@ def test_a_model_that_is_dropped_without_close_is_freed(in_a_step: bool) -> None
 
 def test_sessions_share_one_collector() -> None:
     """The end of one thaws, the next step of another freezes, and the last leaves nothing."""
-    before = len(gc.callbacks)
     with streamed(llama(2), adamw) as (one, its):
         with streamed(llama(2), adamw) as (other, others):
             steps(one, its, 2)
@@ -133,7 +132,8 @@ def test_sessions_share_one_collector() -> None:
             assert gc.get_freeze_count() > 10_000
         assert gc.get_freeze_count() == 0
         steps(one, its, 1)
-        assert gc.get_freeze_count() > 10_000 and len(gc.callbacks) == max(before, 1)
+        assert gc.get_freeze_count() > 10_000
+        assert len([watch for watch in gc.callbacks if "headrace" in str(watch)]) == 1
     assert gc.get_freeze_count() == 0
 
 

@@ -101,7 +101,7 @@ def fuse(blocks: Iterable[nn.Module], device: torch.device, events: EventLog, un
         undo.append(functools.partial(setattr, layer, "__class__", plain))
     others = "; ".join(f"{number} are left to peft: {reason}" for reason, number in left.items())
     text = f"{count} of {len(layers)} adapted layers keep one copy of their input for the backward"
-    events.add("lora", f"{text}; {others}" if others else text, fused=count, left=len(layers) - count)
+    events.add("lora", f"{text}; {others}" if others else text, layers=len(layers), fused=count)
 
 
 def _check(layer: Any, device: torch.device) -> str:
