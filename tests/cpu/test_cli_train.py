@@ -183,7 +183,8 @@ def test_what_differs_from_the_defaults_is_printed_and_all_is_written(world: tup
     assert code == 0
     file = tmp_path / "out" / "run.yaml"
     head, _, rest = printed.partition("\n")
-    assert head == f"options that differ from their defaults; all of them: {file}"
+    assert head == "options that differ from their defaults:"
+    assert f"\nall options of this run: {file}\n" in rest
     block = list(takewhile(lambda line: line.startswith("  "), rest.splitlines()))
     assert "  lr: 0.01  (--lr)" in block
     assert "  dtype: float32  (--set dtype)" in block
@@ -263,10 +264,17 @@ def test_data_errors_are_one_text_without_traceback(
     assert not (tmp_path / "out").exists(), "what is left could block the next run"
 
 
-def test_more_positions_than_the_model_has(world: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("known", [True, False])
+def test_more_positions_than_the_model_has(
+    known: bool, world: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told before anything is loaded where config.json says it, else (a hub id, say) as soon as the model does."""
+    if not known:
+        monkeypatch.setattr("headrace.cli.config_rules._positions", lambda config: None)
     code, printed = headrace(*arguments(*world, tmp_path / "out", sequence_length=65))
     assert code == 2
-    assert "sequence_length = 65 is more than the model's 64 positions" in printed
+    assert "  --sequence-length: sequence_length = 65 is more than the model's 64 positions" in printed
+    assert ("building the model" in printed) is not known
 
 
 def test_token_ids_beyond_the_embedding(world: tuple[Path, Path], tmp_path: Path) -> None:
@@ -320,7 +328,7 @@ def test_a_disk_that_will_be_too_small_is_told_before_training(
 def test_a_gpu_that_is_not_there_is_told_before_anything_is_read(world: tuple[Path, Path], tmp_path: Path) -> None:
     code, printed = headrace(*arguments(*world, tmp_path / "out", device="cuda:0"))
     assert code == 2
-    assert "device = 'cuda:0', but torch sees no GPU" in printed
+    assert "  --device: device = 'cuda:0', but torch sees no GPU" in printed
     assert "reading data" not in printed
 
 

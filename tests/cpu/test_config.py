@@ -89,7 +89,10 @@ def test_missing_options_are_named_together() -> None:
         ("placement: {weights: {0: dsk}, state: host}", "gives 'dsk', which is not one of device, host, disk; near"),
         ("autocast: bfloat16", "autocast is for dtype = float32: with bfloat16 weights"),
         ("lora: {rank: 8}", "lora.rank is not an option; nearest: r"),
-        ("disk_dir: a.txt/x", "is a file"),
+        ("disk_dir: a.txt/x", "a.txt is a file"),
+        ("disk_dir: /proc/spill", "disk_dir = '/proc/spill' cannot be used: nothing can be made in /proc: "),
+        ("log: model", "log = 'model' cannot be used: it is a folder"),
+        ("log: a.txt/log.jsonl", "a.txt is a file"),
         ("tokenizer: ./nowhere", "does not exist"),
         ("validation: nowhere", "does not exist"),
     ],
@@ -99,6 +102,28 @@ def test_combinations_that_are_refused(good: Path, extra: str, text: str) -> Non
     (problem,) = mistakes(good)
     assert text in problem
     assert problem.startswith(f"{good}:")
+
+
+@pytest.mark.parametrize(
+    "content", ['{"max_position_embeddings": 64}', '{"n_positions": 64}', '{"text_config": {"n_positions": 64}}']
+)
+def test_longer_rows_than_the_model_has_positions(good: Path, content: str) -> None:
+    """As its config.json says, with all other mistakes and before anything is loaded."""
+    (good.parent / "model" / "config.json").write_text(content)
+    good.write_text(good.read_text() + "sequence_length: 65\nkeep: 0\n")
+    assert mistakes(good) == [f"{good}:5: sequence_length = 65 is more than the model's 64 positions",
+                              f"{good}:6: keep = 0 is too small: at least 1"]  # fmt: skip
+    assert read_config(good, {"sequence_length": "64"}, ("keep=1",))[0].sequence_length == 64
+
+
+def test_what_is_found_later_is_placed_too(good: Path) -> None:
+    good.write_text(good.read_text() + "lora: {r: 8}\n")
+    _, given = read_config(good, {"steps": "5"}, ("lora.targets=[x]",))
+    later = ConfigError([("lr", "a"), ("steps", "b"), ("lora.targets", "c"), ("lora.r", "d"), "e", ("lora", "f")])
+    assert later.problems == ["a", "b", "c", "d", "e", "f"]
+    assert later.placed(given).problems == [
+        f"{good}:4: a", "--steps: b", "--set lora.targets: c", f"{good}:5: d", "e", f"{good}:5: f",
+    ]  # fmt: skip
 
 
 def test_output_over_the_model_is_refused(good: Path) -> None:

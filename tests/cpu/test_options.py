@@ -277,14 +277,18 @@ def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
-    assert "may not be written to" in refused(OptionError, disk_dir=tmp_path / "new")
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError(30, "Read-only file system")  # which permissions do not tell root
+
+    monkeypatch.setattr(os, "mkdir", fails)
+    text = refused(OptionError, disk_dir=tmp_path / "new")
+    assert f"new' cannot be used: nothing can be made in {tmp_path}: Read-only file system" in text
     assert not (tmp_path / "new").exists()
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any, **__: Any) -> None:
-        raise OSError(30, "Read-only file system")  # which os.access does not tell root
+        raise OSError(30, "Read-only file system")  # made so since the options were checked
 
     monkeypatch.setattr(Path, "mkdir", fails)
     text = refused(StoreError, disk_dir=tmp_path / "new")

@@ -16,6 +16,7 @@ import headrace
 from headrace.base.errors import OptionError
 from headrace.cli.config import RunConfig
 from headrace.cli.config_file import ConfigError
+from headrace.cli.config_rules import too_long
 from headrace.cli.lora import adapted
 from headrace.cli.progress import Waiting, unseen
 from headrace.cli.random_state import seed_all
@@ -65,7 +66,8 @@ def assemble(config: RunConfig, say: Callable[[str], None], waiting: Waiting = u
     for options that do not suit the model.
     """
     if (config.device or "").startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError([f"device = {config.device!r}, but torch sees no GPU: use cpu, or a torch built for CUDA"])
+        text = f"device = {config.device!r}, but torch sees no GPU: use cpu, or a torch built for CUDA"
+        raise ConfigError([("device", text)])
     seed_all(config.seed)
     place = config.model or config.config_model or ""  # the configuration's rules see to it that there is one
     if not Path(place).exists():
@@ -82,7 +84,7 @@ def assemble(config: RunConfig, say: Callable[[str], None], waiting: Waiting = u
     sampler = Sampler(len(train), config.batch * config.accumulation, config.seed)
     steps = config.steps or (config.epochs or 1) * sampler.steps_per_epoch
     if config.warmup >= steps and config.warmup:
-        raise ConfigError([f"warmup = {config.warmup} leaves nothing of the {steps} steps"])
+        raise ConfigError([("warmup", f"warmup = {config.warmup} leaves nothing of the {steps} steps")])
     flat, call = train.apart and wants_flat_rows(model), packed_call(model) if train.apart else {}
     with waiting("opening the stores and reading the weights"):
         model, optimizer = _streamed(config, adapted(config, model))
@@ -105,7 +107,7 @@ def _loaded(config: RunConfig, place: str) -> Any:
             place, dtype=getattr(torch, config.dtype), random_weights=config.model is None, quantize=asked
         )
     except OptionError as error:
-        raise ConfigError([f"quantize: {error}"]) from error
+        raise ConfigError([("quantize", f"quantize: {error}")]) from error
 
 
 def _keep_apart(model: Any, table: TokenTable, flat: bool) -> None:
@@ -193,7 +195,7 @@ def _with_length(config: RunConfig, model: Any, say: Callable[[str], None]) -> R
         say(f"sequence_length: {length}  (not given; the model has {limit} positions)")
         return config.model_copy(update={"sequence_length": length})
     if config.sequence_length > limit:
-        raise ConfigError([f"sequence_length = {config.sequence_length} is more than the model's {limit} positions"])
+        raise ConfigError([("sequence_length", too_long(config.sequence_length, limit))])
     return config
 
 

@@ -30,14 +30,24 @@ FORMS = {
 
 
 class ConfigError(OptionError):
-    """The configuration cannot be used; `problems` are all its mistakes, one line each."""
+    """The configuration cannot be used; `problems` are all its mistakes, one line each.
 
-    def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = list(problems)
+    A problem given as (option, text) is one that is found where the configuration's lines are not known; `placed` puts
+    them before it.
+    """
+
+    def __init__(self, problems: Sequence[str | tuple[str, str]]) -> None:
+        self._found = list(problems)
+        self.problems = [problem if isinstance(problem, str) else problem[1] for problem in problems]
         count = "1 mistake" if len(self.problems) == 1 else f"{len(self.problems)} mistakes"
         what, lines = f"the configuration has {count}", "\n".join(f"  {text}" for text in self.problems)
         super().__init__(what, lines, "Correct each of them")
         self.args = (f"{what}:\n{lines}",)  # as a list; each line says what to do about it
+
+    def placed(self, given: Given) -> ConfigError:
+        """The same with the line or flag of each option."""
+        return ConfigError([each if isinstance(each, str) else f"{given.where(tuple(each[0].split('.')))}: {each[1]}"
+                            for each in self._found])  # fmt: skip
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import json
 from collections.abc import Iterator, Set
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from headrace.cli.adapters import is_adapter
 from headrace.cli.config import RunConfig
 from headrace.cli.config_quantize import AUTO, Quantize
 from headrace.data.sources import absolute, dataset_of
+from headrace.files.space import folder_fault
 from headrace.spec.placement import DISK
 
 _PATHS = ("config_model", "output", "disk_dir", "log", "chat_template")
@@ -91,19 +92,39 @@ def _files(config: RunConfig) -> Iterator[tuple[str, str]]:
                 yield name, f"model = {value!r} is an adapter: name the model it was trained on, or headrace merge them"
             elif name == "model" and folder.exists() and not (folder / "config.json").is_file():
                 yield name, f"model = {value!r} holds no config.json: it is no model folder"
+    limit = _positions(config)
+    if limit is not None and config.sequence_length is not None and config.sequence_length > limit:
+        yield "sequence_length", too_long(config.sequence_length, limit)
     if config.config_model is not None:
         file = Path(config.config_model).expanduser()
         if not file.is_file() and not (file / "config.json").is_file():
             yield "config_model", f"config_model = {config.config_model!r} is no config.json and holds none"
-    for name in ("output", "disk_dir"):
+    for name in ("output", "disk_dir", "log"):
         value = getattr(config, name)
         if value:
-            folder = Path(value).expanduser().absolute()
-            parent = next(path for path in (folder, *folder.parents) if path.exists())
-            if not parent.is_dir():
-                yield name, f"{name} = {value!r} cannot be a folder: {parent} is a file"
-            elif not os.access(parent, os.W_OK):
-                yield name, f"{name} = {value!r} is not writable"
+            place = Path(value).expanduser()
+            fault = folder_fault(place if name != "log" else place.parent)
+            if name == "log" and place.is_dir():
+                fault = "it is a folder"
+            if fault is not None:
+                yield name, f"{name} = {value!r} cannot be used: {fault}"
+
+
+def too_long(length: int, limit: int) -> str:
+    """That rows are longer than the model's positions."""
+    return f"sequence_length = {length} is more than the model's {limit} positions"
+
+
+def _positions(config: RunConfig) -> int | None:
+    """Of a model whose config.json is here, as it says; None where it does not, or needs transformers to be read."""
+    place = Path(config.model or config.config_model or "").expanduser()
+    try:
+        data = json.loads((place / "config.json" if place.is_dir() else place).read_text(encoding="utf-8"))
+        text = data.get("text_config", data)
+        limit = text.get("max_position_embeddings", text.get("n_positions"))
+    except (OSError, ValueError, AttributeError):
+        return None
+    return limit if isinstance(limit, int) else None
 
 
 def resolved(config: RunConfig) -> RunConfig:

@@ -44,8 +44,8 @@ def adapted(config: RunConfig, model: Any) -> Any:
         raise ModelError("peft cannot adapt this model so", reason, "Change the options under lora") from error
 
 
-def _unfitting(model: nn.Module, lora: Lora) -> Iterator[str]:
-    """A line for each name that no layer, weight or module has."""
+def _unfitting(model: nn.Module, lora: Lora) -> Iterator[tuple[str, str]]:
+    """(option, text) for each name that no layer, weight or module has."""
     layers = [name for name, module in model.named_modules() if any(True for _ in module._parameters)]
     modules = [name for name, _ in model.named_modules() if name]
     weights = [name for name, _ in model.named_parameters()]
@@ -56,7 +56,8 @@ def _unfitting(model: nn.Module, lora: Lora) -> Iterator[str]:
     ):
         for name in names:
             if not any(other == name or other.endswith(f".{name}") for other in known):
-                yield f"lora.{option} = {name!r} names nothing in this model; there are: {_last_names(known)}"
+                text = f"lora.{option} = {name!r} names nothing in this model; there are: {_last_names(known)}"
+                yield f"lora.{option}", text
 
 
 def _last_names(names: Sequence[str]) -> str:

@@ -39,6 +39,8 @@ def train(
         try:
             with _claimed(Path(config.output), config.resume), _events_shown(console):
                 complete = _run(config, console, stop, watch)
+        except ConfigError as error:  # what only the model or the folder shows
+            raise error.placed(given) from error
         except Stopped as stopped:
             console.print("stopped before the first step: nothing to save", markup=False)
             raise typer.Exit(128 + stopped.number) from None
@@ -74,6 +76,7 @@ def _run(config: RunConfig, console: Console, stop: Stop, watch: bool) -> bool:
                 resumed = loop.resume()
             say(_resumed(loop.step, parts.steps) if resumed else "nothing saved yet: starting fresh")
         write_file(output / "run.yaml", _as_yaml(parts.config))
+        say(f"all options of this run: {output / 'run.yaml'}")
         _warn_of_small_disk(config, parts.model, say)
         if config.trace is not None:
             write_foreseen(parts)
@@ -112,10 +115,7 @@ def _print_config(config: RunConfig, given: Given, console: Console) -> None:
     """The options that differ from their defaults, and where each was given."""
     for note in given.notes:
         console.print(note, markup=False, soft_wrap=True)
-    console.print(
-        f"options that differ from their defaults; all of them: {Path(config.output) / 'run.yaml'}",
-        markup=False, soft_wrap=True,
-    )  # fmt: skip
+    console.print("options that differ from their defaults:")
     fields, values = RunConfig.model_fields, config.model_dump(mode="json")
     for name in fields:
         if getattr(config, name) == fields[name].default:
@@ -164,11 +164,13 @@ def _claimed(output: Path, resume: bool) -> Iterator[None]:
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError([f"output = {str(output)!r} cannot be made: {error.strerror or error}"]) from error
+        text = f"output = {str(output)!r} cannot be made: {error.strerror or error}"
+        raise ConfigError([("output", text)]) from error
     fd = os.open(output, os.O_RDONLY)
     try:
         if lock(fd) is False:
-            raise ConfigError([f"output = {str(output)!r} is in use by another run: name another folder"])
+            text = f"output = {str(output)!r} is in use by another run: name another folder"
+            raise ConfigError([("output", text)])
         _refuse_used(output, resume)
         yield
     finally:
@@ -184,15 +186,15 @@ def _refuse_used(output: Path, resume: bool) -> None:
     saved = any((output / "checkpoints").glob("step-*"))
     if not resume and (complete or saved):
         way = "go on with --resume, or name another folder" if saved else "name another folder"
-        raise ConfigError([f"output = {str(output)!r} holds a run already: {way}"])
+        raise ConfigError([("output", f"output = {str(output)!r} holds a run already: {way}")])
     if resume and complete and not saved:
-        raise ConfigError(
-            [f"output = {str(output)!r} holds a finished run without checkpoints, so that --resume would begin it "
-             "again: name another folder (save_every keeps checkpoints)"]
-        )  # fmt: skip
+        text = (f"output = {str(output)!r} holds a finished run without checkpoints, so that --resume would begin it "
+                "again: name another folder (save_every keeps checkpoints)")  # fmt: skip
+        raise ConfigError([("output", text)])
     ours = (output / "run.yaml").exists() or (output / "checkpoints").exists()
     if not ours and (any((output / name).exists() for name in RESULTS) or any(output.glob("*.safetensors"))):
-        raise ConfigError([f"output = {str(output)!r} holds a model that no run made here: name another folder"])
+        text = f"output = {str(output)!r} holds a model that no run made here: name another folder"
+        raise ConfigError([("output", text)])
 
 
 def _warn_of_small_disk(config: RunConfig, model: Any, say: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from pathlib import Path
 
 from headrace.base.errors import StoreError
@@ -20,6 +21,23 @@ def free_bytes(folder: str | os.PathLike[str]) -> int:
         place = place.parent
     stats = os.statvfs(place)
     return stats.f_bavail * stats.f_frsize
+
+
+def folder_fault(folder: str | os.PathLike[str]) -> str | None:
+    """Why nothing can be written in `folder`, which need not exist yet, or None. What is tried there is removed.
+
+    It is tried because permissions do not tell: root has them all, and read-only file systems refuse root too.
+    """
+    place = Path(folder).absolute()
+    try:
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        if not place.is_dir():
+            return f"{place} is a file"
+        os.rmdir(tempfile.mkdtemp(prefix="headrace-", dir=place))
+    except OSError as error:
+        return f"nothing can be made in {place}: {error.strerror or error}"
+    return None
 
 
 def need_space(folder: str | os.PathLike[str], nbytes: int, what: str = "the file") -> None:

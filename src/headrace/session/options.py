@@ -12,6 +12,7 @@ from typing import Any
 
 from headrace.base.errors import OptionError
 from headrace.base.units import parse_bytes
+from headrace.files.space import folder_fault
 from headrace.spec.placement import ACTIVATIONS
 from headrace.spec.precision import as_map
 from headrace.spec.traced import TracedSteps
@@ -212,12 +213,8 @@ def _folder_fault(name: str, value: Any) -> str | None:
     """What stands against a folder `value`: it is made later, when everything else is known to be right."""
     if not isinstance(value, (str, os.PathLike)) or not str(value):
         return f"{name} must be a path or None, got {value!r}"
-    place = Path(value).absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    if not place.is_dir():
-        return f"{name} cannot be made: {place} is a file"
-    return None if os.access(place, os.W_OK | os.X_OK) else f"{name} cannot be used: {place} may not be written to"
+    fault = folder_fault(value)
+    return None if fault is None else f"{name} = {str(value)!r} cannot be used: {fault}"
 
 
 def _caught(action: Callable[[], Any], advice: str = "") -> str | None:
