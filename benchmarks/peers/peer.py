@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.cli.benchmark.shapes import SHAPES, config_of
+from headrace.cli.benchmark.shapes import config_of
 from headrace.hardware.limits import peak_rss
 from headrace.hardware.rates import settle
 from headrace.hardware.used import device_used
+from headrace.plan.shapes import shape_named
 
 
 def flags(description: str) -> argparse.Namespace:
@@ -51,8 +52,9 @@ def configuration(asked: argparse.Namespace) -> Any:
     from transformers import AutoConfig
 
     place = Path(asked.model)
-    if asked.model in SHAPES:
-        values = config_of(asked.model, asked.layers, asked.sequence)
+    shape = shape_named(asked.model)
+    if shape is not None:
+        values = config_of(shape, asked.layers, asked.sequence)
     else:
         values = json.loads((place / "config.json" if place.is_dir() else place).read_text())
     values |= {"use_cache": False, **({"num_hidden_layers": asked.layers} if asked.layers else {})}

@@ -87,6 +87,13 @@ def test_flags_must_match() -> None:
     assert code == 2 and "leave one of them out" in printed
 
 
+def test_the_usual_work_of_a_cpu_is_small_and_told() -> None:
+    code, printed = headrace(*TINY, "--no-rates")
+    assert code == 0, printed
+    assert "no --work given: 2x128@1, the usual one of this device" in printed
+    assert "2x128@1: 256 tokens a step" in printed
+
+
 def test_both_sides_of_the_updates_share_a_bound() -> None:
     """All weights at the rate of both sides at once; with updates that wait the floor is the backward and they."""
     code, printed = headrace(*TINY, "--work", "1x16@1e-9", "--placement", "host", "--update", "both", "--json")
@@ -203,7 +210,7 @@ def test_mistakes_are_exit_code_2(flags: tuple[str, ...], text: str) -> None:
 
 def test_models_that_are_not_there(tmp_path: Path) -> None:
     code, printed = headrace("bench", "q5b")
-    assert code == 2 and "MODEL = 'q5b' is no shape (tiny, q1.5b," in printed
+    assert code == 2 and "MODEL = 'q5b' is no shape (tiny, 0.5b," in printed
     code, printed = headrace("bench", str(save_model(tmp_path / "model")), "--work", "1x65", "--device", "cpu")
     assert code == 2 and "a row has 65 tokens. the model has 64 positions" in printed
 

@@ -17,7 +17,7 @@ import headrace
 import tiny_checkpoints
 from headrace.cli.benchmark.arithmetic import Alone, arithmetic_of
 from headrace.cli.benchmark.roofline import Bound, Load, Moved, bounds, floor_seconds, largest, loads
-from headrace.cli.benchmark.shapes import SHAPES, QuickWeights, build, config_of, with_adapters
+from headrace.cli.benchmark.shapes import QuickWeights, build, config_of, with_adapters
 from headrace.cli.benchmark.work import Work, parse_norm, parse_work
 from headrace.codec.entries import unpack
 from headrace.codec.packed import clear_padding
@@ -25,6 +25,7 @@ from headrace.executor.trace import Span
 from headrace.hardware import rates
 from headrace.hardware.limits import peak_rss, reset_peak_rss
 from headrace.hardware.used import device_used
+from headrace.plan.shapes import SHAPES, Shape, shape_named, subject_of
 from headrace.schedule.op import Op
 from headrace.session.measuring import LaneRates
 from headrace.spec.codecs import codec_named
@@ -118,8 +119,20 @@ def test_shapes_have_the_sizes_they_are_named_for() -> None:
         model = build(name, torch.bfloat16, None, 32768, CPU)
         assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.01)
         assert model.config.num_hidden_layers == layers and model.training
-    assert config_of("tiny", 2, 65536)["max_position_embeddings"] == 65536
-    assert {"tiny", "q8b"} < set(SHAPES)
+    assert config_of(SHAPES["tiny"], 2, 65536)["max_position_embeddings"] == 65536
+
+
+def test_one_table_of_shapes_serves_plans_and_measurements() -> None:
+    """Each name means the same model to both, and those of the reports go on meaning what they meant."""
+    for name, shape in SHAPES.items():
+        model = build(name, torch.bfloat16, None, 128, CPU)
+        planned = {entry.name: entry.numel for _, _, entry in subject_of(name, shape).spec.pieces() if ".layers.0." in
+                   entry.name}  # fmt: skip
+        assert planned == {n: p.numel() for n, p in model.named_parameters() if ".layers.0." in n}, name
+        assert sum(p.numel() for p in model.parameters()) == subject_of(name, shape).spec.parameters, name
+    reported = {"q1.5b": "1.5b", "q1.7b": "1.7b", "q4b": "4b", "q7b": "7b", "q14b": "14b", "L70B": "70b"}
+    assert {name: shape_named(name) for name in reported} == {name: SHAPES[same] for name, same in reported.items()}
+    assert shape_named("q8b") == SHAPES["q8b"] != SHAPES["8b"] and shape_named("9b") is None
 
 
 def test_quick_weights() -> None:
@@ -151,7 +164,7 @@ def test_quick_weights_as_they_are_stored(codec: str, shape: tuple[int, ...]) ->
 @pytest.mark.parametrize("encoded", [False, True])
 def test_a_compressed_shape_opens_in_the_memory_of_its_result(encoded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Host memory grows by what is stored, by one tensor, and by little else, whatever the number of layers."""
-    monkeypatch.setitem(SHAPES, "deep", ("llama", 512, 1408, 48, 8, 8, 64, 512, False))
+    monkeypatch.setitem(SHAPES, "deep", Shape(512, 1408, 48, 8, 8, 64, 512, False, ""))
     if encoded:
         monkeypatch.setattr(QuickWeights, "read_packed_into", lambda *given: None)
     found = []
@@ -275,7 +288,7 @@ def test_plain_torch_trains_as_torch_does(
     masters, by hand, to within the rounding of the weights."""
     folder = Path(__file__).resolve().parents[2] / "benchmarks" / "peers"
     monkeypatch.syspath_prepend(str(folder))
-    (tmp_path / "config.json").write_text(json.dumps({**config_of("tiny"), **SMALL}))
+    (tmp_path / "config.json").write_text(json.dumps({**config_of(SHAPES["tiny"]), **SMALL}))
     flags = [f"--model={tmp_path}", "--layers=2", "--rows=1", "--sequence=12", "--micro-batches=2",
              "--max-grad-norm=0.5", "--steps=4", "--warm-up=1", "--lr=1e-2", "--device=cpu"]  # fmt: skip
     for dtype in ("float32", "bfloat16"):
@@ -291,7 +304,7 @@ def by_hand(dtype: torch.dtype) -> list[float]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(**{**config_of("tiny", 2), **SMALL})
+    config = AutoConfig.for_model(**{**config_of(SHAPES["tiny"], 2), **SMALL})
     model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
     masters = [p.detach().float().requires_grad_() for p in model.parameters()]
     optimizer = torch.optim.AdamW(masters, lr=1e-2)

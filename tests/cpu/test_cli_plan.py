@@ -141,7 +141,7 @@ def test_shapes_are_divided_as_the_models_that_they_stand_for(kind: str, tied: b
     more = {"head_dim": 64} if kind == "qwen3" else {}
     config = transformers.AutoConfig.for_model(kind, **SIZES, tie_word_embeddings=tied, **more)
     built = subject_named(str(config_folder(tmp_path / "model", config)))
-    shape = Shape(256, 700, 3, 4, 2, 64, 4100, tied, "", biased=kind == "qwen2", normed=kind == "qwen3")
+    shape = Shape(256, 700, 3, 4, 2, 64, 4100, tied, "", kind)
     made = subject_of("model", shape)
     for ours, theirs in zip(made.spec.units, built.spec.units, strict=True):
         assert (ours.name, ours.kind, ours.weights, ours.wide_grads) == (

@@ -9,6 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from headrace.cli.exits import told
+from headrace.plan.shapes import SHAPES
+
+NAMES = ", ".join(SHAPES)
+USUAL_WORK = {"cuda": "8x1024", "cpu": "2x128"}
+"""What is measured where no WORK is given, by kind of device: on a CPU a small shape then takes seconds a step."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +22,7 @@ class Request:
 
     model: str
     works: tuple[str, ...]
+    """Empty: the usual one of the device."""
     max_grad_norm: str
     options: dict[str, Any]
     """Options of `headrace.wrap` by name, None where not given."""
@@ -41,7 +47,7 @@ class Request:
 
 def bench(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A shape (tiny, q1.5b, q1.7b, q4b, q7b, q8b, q14b, l70b), "
+        str, typer.Argument(metavar="MODEL", help=f"A shape ({NAMES}), "
                             "whose weights are random, a model folder, or a config.json.")
     ],
     work: Annotated[
@@ -49,7 +55,8 @@ def bench(
         typer.Option("--work", metavar="WORK", help="Tokens of a step, as ROWSxTOKENS or MICRO*ROWSxTOKENS, such as "
                      "16*8x1024 for 16 micro-batches of 8 rows of 1024 tokens; @NORM after it is its own clipping, as "
                      "8x1024@1e-3 or 8x1024@none. May be repeated: one session does all that clip, another those that "
-                     "do not. 8x1024 unless given.", show_default=False),
+                     f"do not. {USUAL_WORK['cuda']} on a GPU and {USUAL_WORK['cpu']} on a CPU unless given.",
+                     show_default=False),
     ] = None,
     max_grad_norm: Annotated[
         str, typer.Option("--max-grad-norm", metavar="NORM", help="Clipping of each WORK that names none; none: no "
@@ -162,7 +169,7 @@ def bench(
 
         code = run(
             Request(
-                model, tuple(work or ("8x1024",)), max_grad_norm, options, tuple(settings or ()), card, layers, lora,
+                model, tuple(work or ()), max_grad_norm, options, tuple(settings or ()), card, layers, lora,
                 dtype, lr, steps, warm_up, rates, as_json, live, timeout, trace, against, peers,
             )
         )  # fmt: skip

@@ -9,6 +9,9 @@ from typing import Annotated
 import typer
 
 from headrace.cli.exits import told
+from headrace.plan.shapes import SHAPES
+
+NAMES = ", ".join(SHAPES)
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ def _list_cards(asked: bool) -> None:
 
 def plan(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A shape (0.5b, 1b, 1.5b, 1.7b, 3b, 4b, 7b, 8b, 14b, 24b, 32b, 70b), "
+        str, typer.Argument(metavar="MODEL", help=f"A shape ({NAMES}), "
                             "a folder, a config.json, or a hub id whose configuration is in the local cache.")
     ],
     gpu: Annotated[

@@ -25,28 +25,47 @@ class Shape:
     vocabulary: int
     tied: bool
     like: str
-    """The published model whose sizes these are."""
-    biased: bool = False
-    """Queries, keys and values have a bias."""
-    normed: bool = False
-    """Queries and keys have a norm."""
+    """The published model whose sizes these are; "" for none."""
+    family: str = "llama"
+    """What transformers calls models that are built so: llama, qwen2 or qwen3."""
     positions: int = 32768
+
+    @property
+    def biased(self) -> bool:
+        """Queries, keys and values have a bias."""
+        return self.family == "qwen2"
+
+    @property
+    def normed(self) -> bool:
+        """Queries and keys have a norm."""
+        return self.family == "qwen3"
 
 
 SHAPES = {
-    "0.5b": Shape(896, 4864, 24, 14, 2, 64, 151936, True, "Qwen2.5-0.5B", biased=True),
+    "tiny": Shape(256, 512, 4, 4, 2, 64, 4096, True, "", "qwen3"),
+    "0.5b": Shape(896, 4864, 24, 14, 2, 64, 151936, True, "Qwen2.5-0.5B", "qwen2"),
     "1b": Shape(2048, 8192, 16, 32, 8, 64, 128256, True, "Llama-3.2-1B", positions=131072),
-    "1.5b": Shape(1536, 8960, 28, 12, 2, 128, 151936, True, "Qwen2.5-1.5B", biased=True),
-    "1.7b": Shape(2048, 6144, 28, 16, 8, 128, 151936, True, "Qwen3-1.7B", normed=True),
+    "1.5b": Shape(1536, 8960, 28, 12, 2, 128, 151936, True, "Qwen2.5-1.5B", "qwen2"),
+    "1.7b": Shape(2048, 6144, 28, 16, 8, 128, 151936, True, "Qwen3-1.7B", "qwen3"),
     "3b": Shape(3072, 8192, 28, 24, 8, 128, 128256, True, "Llama-3.2-3B", positions=131072),
-    "4b": Shape(2560, 9728, 36, 32, 8, 128, 151936, True, "Qwen3-4B", normed=True),
-    "7b": Shape(3584, 18944, 28, 28, 4, 128, 152064, False, "Qwen2.5-7B", biased=True),
+    "4b": Shape(2560, 9728, 36, 32, 8, 128, 151936, True, "Qwen3-4B", "qwen3"),
+    "7b": Shape(3584, 18944, 28, 28, 4, 128, 152064, False, "Qwen2.5-7B", "qwen2"),
     "8b": Shape(4096, 14336, 32, 32, 8, 128, 128256, False, "Llama-3.1-8B", positions=131072),
-    "14b": Shape(5120, 13824, 48, 40, 8, 128, 152064, False, "Qwen2.5-14B", biased=True),
+    "q8b": Shape(4096, 12288, 36, 32, 8, 128, 151936, False, "Qwen3-8B", "qwen3"),
+    "14b": Shape(5120, 13824, 48, 40, 8, 128, 152064, False, "Qwen2.5-14B", "qwen2"),
     "24b": Shape(5120, 32768, 40, 32, 8, 128, 131072, False, "Mistral-Small-24B"),
-    "32b": Shape(5120, 27648, 64, 40, 8, 128, 152064, False, "Qwen2.5-32B", biased=True),
+    "32b": Shape(5120, 27648, 64, 40, 8, 128, 152064, False, "Qwen2.5-32B", "qwen2"),
     "70b": Shape(8192, 28672, 80, 64, 8, 128, 128256, False, "Llama-3.3-70B", positions=131072),
 }
+
+OTHER_NAMES = {"q1.5b": "1.5b", "q1.7b": "1.7b", "q4b": "4b", "q7b": "7b", "q14b": "14b", "l70b": "70b"}
+"""Names of the same shapes in reports of measurements."""
+
+
+def shape_named(name: str) -> Shape | None:
+    """The shape that goes by a name, in small or capital letters."""
+    name = name.lower()
+    return SHAPES.get(OTHER_NAMES.get(name, name))
 
 
 def subject_of(name: str, shape: Shape, dtype: str = "bfloat16") -> Subject:

@@ -12,10 +12,10 @@ import torch
 
 from headrace.base.errors import OptionError
 from headrace.base.units import parse_bytes
-from headrace.cli.bench import Request
-from headrace.cli.benchmark.shapes import SHAPES
+from headrace.cli.bench import USUAL_WORK, Request
 from headrace.cli.benchmark.work import Work, parse_norm, parse_work
 from headrace.cli.config_file import ConfigError, Given, explicit
+from headrace.plan.shapes import SHAPES, shape_named
 from headrace.session import options as option_room
 from headrace.spec.placement import TIERS
 
@@ -46,7 +46,7 @@ class Asked:
 def checked(request: Request) -> Asked:
     """Raises ConfigError with all mistakes."""
     problems: list[str] = []
-    if request.model not in SHAPES and not Path(request.model).exists():
+    if shape_named(request.model) is None and not Path(request.model).exists():
         shapes = ", ".join(SHAPES)
         problems.append(f"MODEL = {request.model!r} is no shape ({shapes}), and there is no such folder or file")
     device = request.options.get("device")
@@ -56,7 +56,8 @@ def checked(request: Request) -> Asked:
         problems.append(f"--device = {device!r}, but torch sees no GPU: use cpu, or a torch built for CUDA")
     if request.dtype not in ("bfloat16", "float32"):
         problems.append(f"--dtype = {request.dtype!r} is not one of bfloat16, float32")
-    works = _works(request, problems)
+    kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
+    works = _works(request, kind, problems)
     card = _card(request, problems)
     options = _options(request, problems)
     against = tuple(name.strip() for name in request.against.split(",") if name.strip())
@@ -91,14 +92,15 @@ def _card(request: Request, problems: list[str]) -> int | None:
     return card
 
 
-def _works(request: Request, problems: list[str]) -> tuple[Work, ...]:
+def _works(request: Request, kind: str, problems: list[str]) -> tuple[Work, ...]:
+    """Those asked for, or the usual one of this `kind` of device."""
     try:
         norm = parse_norm(request.max_grad_norm)
     except ValueError as error:
         problems.append(f"--max-grad-norm = {request.max_grad_norm!r} {error}")
         norm = None
     works = []
-    for text in request.works:
+    for text in request.works or (USUAL_WORK[kind],):
         try:
             works.append(parse_work(text, norm))
         except ValueError as error:

@@ -30,7 +30,7 @@ from headrace.cli.benchmark.arithmetic import arithmetic_of
 from headrace.cli.benchmark.asked import CUDA_BYTES, Asked, checked
 from headrace.cli.benchmark.measure import Bench
 from headrace.cli.benchmark.peers import compare
-from headrace.cli.benchmark.shapes import POSITIONS, build, is_random, with_adapters
+from headrace.cli.benchmark.shapes import build, is_random, with_adapters
 from headrace.cli.benchmark.told import told
 from headrace.cli.benchmark.work import Work
 from headrace.cli.config_file import ConfigError
@@ -53,6 +53,8 @@ def run(request: Request) -> int:
     console = Console(stderr=True, highlight=False)
     with Stop(console, "finishing the step, then the report", request.timeout) as stop:
         runs = _Runs(request, asked, stop, console)
+        if not request.works:
+            console.print(f"no --work given: {asked.works[0]}, the usual one of this device", markup=False)
         try:
             runs.measure()
             runs.against()
@@ -150,7 +152,7 @@ class _Runs:
         start = time.perf_counter()
         longest = max(work.sequence for work in works)
         dtype = getattr(torch, request.dtype)
-        model = build(request.model, dtype, request.layers, max(POSITIONS, longest), self._device)
+        model = build(request.model, dtype, request.layers, longest, self._device)
         _refuse_long(model, longest)
         weights = model._headrace_source if is_random(request.model) else None
         if request.lora is not None:

@@ -14,35 +14,24 @@ from torch import Tensor
 import headrace
 from headrace.codec.entries import error_of, pack
 from headrace.codec.packed import clear_padding, views
+from headrace.plan.shapes import Shape, shape_named
 from headrace.spec.codecs import codec_named
 from headrace.spec.layout import Entry
 
-# name: (family, hidden, MLP, layers, heads, kv heads, head dim, vocabulary, tied)
-SHAPES = {
-    "tiny": ("qwen3", 256, 512, 4, 4, 2, 64, 4096, True),
-    "q1.5b": ("qwen2", 1536, 8960, 28, 12, 2, 128, 151936, True),
-    "q1.7b": ("qwen3", 2048, 6144, 28, 16, 8, 128, 151936, True),
-    "q4b": ("qwen3", 2560, 9728, 36, 32, 8, 128, 151936, True),
-    "q7b": ("qwen2", 3584, 18944, 28, 28, 4, 128, 152064, False),
-    "q8b": ("qwen3", 4096, 12288, 36, 32, 8, 128, 151936, False),
-    "q14b": ("qwen2", 5120, 13824, 48, 40, 8, 128, 152064, False),
-    "l70b": ("llama", 8192, 28672, 80, 64, 8, 128, 128256, False),
-}
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-POSITIONS = 32768
 DEVIATION = 0.02
 _SAMPLE = (1031, 1024)  # a prime number of rows: copies of it that lie end to end make rows that differ
 
 
-def config_of(shape: str, layers: int | None = None, positions: int = POSITIONS) -> dict[str, Any]:
-    """The config.json of a named shape, of its own depth unless `layers`; `positions`: tokens that a row may have."""
-    family, hidden, mlp, depth, heads, kv_heads, head_dim, vocabulary, tied = SHAPES[shape]
+def config_of(shape: Shape, layers: int | None = None, positions: int = 0) -> dict[str, Any]:
+    """The config.json of a shape, of its own depth unless `layers`; `positions`: tokens that a row must be able to
+    have."""
     return {
-        "architectures": [ARCHITECTURES[family]], "model_type": family,
-        "hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers or depth,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocabulary,
-        "tie_word_embeddings": tied, "max_position_embeddings": max(POSITIONS, positions), "use_cache": False,
-        **({"head_dim": head_dim} if family != "qwen2" else {}),
+        "architectures": [ARCHITECTURES[shape.family]], "model_type": shape.family,
+        "hidden_size": shape.hidden, "intermediate_size": shape.mlp, "num_hidden_layers": layers or shape.layers,
+        "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "vocab_size": shape.vocabulary,
+        "tie_word_embeddings": shape.tied, "max_position_embeddings": max(shape.positions, positions),
+        "use_cache": False, **({"head_dim": shape.head_dim} if shape.family != "qwen2" else {}),
     }  # fmt: skip
 
 
@@ -94,14 +83,15 @@ def _repeat(values: Tensor, out: Tensor) -> None:
 
 def is_random(model: str) -> bool:
     """Whether there are no weights to read: a shape, a config file, or a folder without safetensors."""
-    return model in SHAPES or Path(model).is_file() or not any(Path(model).glob("*.safetensors*"))
+    return shape_named(model) is not None or Path(model).is_file() or not any(Path(model).glob("*.safetensors*"))
 
 
 def build(model: str, dtype: torch.dtype, layers: int | None, positions: int, device: torch.device) -> Any:
     """The transformers model in training mode, its weights not read or drawn yet. Raises ModelError and OptionError."""
-    if model in SHAPES:
+    shape = shape_named(model)
+    if shape is not None:
         with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(config_of(model, layers, positions)))
+            (Path(folder) / "config.json").write_text(json.dumps(config_of(shape, layers, positions)))
             built = headrace.load_model(folder, dtype=dtype, random_weights=True)
     else:
         changes: dict[str, Any] = {} if layers is None else {"num_hidden_layers": layers}

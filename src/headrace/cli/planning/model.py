@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import ModelError
-from headrace.plan.shapes import ADAMW, SHAPES, subject_of
+from headrace.plan.shapes import ADAMW, SHAPES, shape_named, subject_of
 from headrace.plan.subject import Subject
 
 
 def subject_named(model: str) -> Subject:
     """The model with all weights trained in bf16. Raises ModelError for what cannot be looked at, and why."""
-    shape = SHAPES.get(model.lower())
+    shape = shape_named(model)
     if shape is not None:
         return subject_of(model.lower(), shape)
     return _built(model, _config_place(model))

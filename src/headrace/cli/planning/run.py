@@ -19,7 +19,7 @@ from headrace.cli.planning.picture import picture
 from headrace.cli.profile import measuring
 from headrace.files.atomic import write_file
 from headrace.plan.outlook import Asked, Outlook, budgets_of, chosen, outlooks, upgrades
-from headrace.plan.shapes import SHAPES
+from headrace.plan.shapes import shape_named
 
 USUAL_ROW = 1024
 """Tokens of a row where none are asked for, as in `headrace train`."""
@@ -81,7 +81,7 @@ def _sizes(request: Request) -> dict[str, int]:
 
 def _model_word(request: Request) -> str:
     """The model as a command line of `train` names it: a shape is none that could be trained."""
-    return "MODEL" if request.model.lower() in SHAPES else request.model
+    return request.model if shape_named(request.model) is None else "MODEL"
 
 
 def _flags(request: Request, found: Outlook) -> list[str]:
