@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in on_gpu:
         item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fast_collections() -> Iterator[None]:
+    """Collections walk what tests of this file make, not the million objects of the libraries."""
+    gc.collect()
+    gc.freeze()
+    yield
 
 
 def _folder(item: pytest.Item) -> str:

@@ -17,8 +17,9 @@ from headrace.session import collections
 
 
 @pytest.fixture(autouse=True)
-def thawed() -> Iterator[None]:
-    """As every other test begins; and no collection but those that are asked for."""
+def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As every other test begins; no collection but those that are asked for, and no session too short for them."""
+    monkeypatch.setattr(collections, "SECONDS", 0.0)
     usual = gc.get_threshold()
     gc.set_threshold(1_000_000_000)
     gc.unfreeze()
@@ -49,6 +50,13 @@ def test_after_the_second_step_until_the_session_ends() -> None:
         walked = {id(each) for each in gc.get_objects()}
         assert not any(id(module) in walked for module in model.modules())
     assert gc.get_freeze_count() == 0 and len(gc.callbacks) == before
+
+
+def test_a_short_session_leaves_them_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collections, "SECONDS", 60.0)
+    with streamed(llama(3), adamw) as (model, optimizer):
+        steps(model, optimizer, 4)
+        assert gc.get_freeze_count() == 0 and not told(headrace.session(model).events)
 
 
 def collect() -> None:

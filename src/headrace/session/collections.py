@@ -16,8 +16,10 @@ from typing import Any
 
 from headrace.base.events import EventLog
 
-SETTLED = 2
-"""Steps after which a model has what it needs."""
+STEPS = 2
+"""After so many a model has what it needs."""
+SECONDS = 5.0
+"""A session that ends earlier has met few collections, if any; the next one after it would walk what it left out."""
 LONG = 0.02
 """Seconds of a full collection that would be noticed."""
 
@@ -27,18 +29,23 @@ class Collections:
 
     def __init__(self, events: EventLog, busy: Callable[[], bool]) -> None:
         self._events, self.busy = events, busy
+        self._opened = time.monotonic()
+        self._settled = False
         _PROCESS.enter(self)
 
     def step(self, number: int) -> None:
         """A step has been made, in this order from 1."""
-        if number < SETTLED or not gc.isenabled() or not _PROCESS.leaves_out(again=number == SETTLED):
+        if number < STEPS or time.monotonic() < self._opened + SECONDS or not gc.isenabled():
+            return
+        first, self._settled = not self._settled, True
+        if not _PROCESS.leaves_out(again=first):
             return
         took, _PROCESS.longest = _PROCESS.longest, 0.0
-        if took < LONG and number > SETTLED:
+        if took < LONG and not first:
             return  # a collection between steps had walked all
         seconds = {"took": f"{took:.3f} s"} if took else {}
         text = "Python's garbage collector leaves out the objects that exist now, so that it does not stop steps"
-        self._events.add("collections", text, objects=gc.get_freeze_count(), **seconds)
+        self._events.add("collections", text, steps=number, **seconds)
 
     def close(self) -> None:
         """Everything is collected again, until the next step of another session."""
