@@ -92,11 +92,15 @@ def _merged(base: Path, folder: Path, out: Path, dtype: torch.dtype) -> Path:
     return out
 
 
-def test_only_adapters_train_and_stay_on_the_device(world: tuple[Path, Path], tmp_path: Path) -> None:
+def test_only_adapters_train_and_stay_on_the_device(
+    world: tuple[Path, Path], tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
     given = config(world, tmp_path / "out", {"r": 2}, steps=2, warmup=None)
     code, printed = headrace(*given)
     assert code == 0 and "nothing of these blocks is sent" in printed
-    assert "lora: {" in printed and not (tmp_path / "out" / "model.safetensors").exists()
+    assert not [warning for warning in recwarn if warning.category is FutureWarning]
+    assert "  lora: {r: 2}  (" in printed and "layers.*.mlp.{gate_proj,up_proj,down_proj}.{lora_A,lora_B}." in printed
+    assert not (tmp_path / "out" / "model.safetensors").exists()
     assert (tmp_path / "out" / "tokenizer_config.json").exists()
     code, printed = headrace(*given)
     assert code == 2 and "holds a run already" in printed

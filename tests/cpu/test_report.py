@@ -93,6 +93,18 @@ def test_the_page_says_what_the_record_says(tmp_path: Path) -> None:
     assert "120" in words[6] and "GiB" in words[6], "40 steps of 3 GiB"
 
 
+def test_what_never_moved_is_a_sentence_and_no_plot(tmp_path: Path) -> None:
+    """All fits the device: no link, no disk. A curve of zeros beside another is left out too; a loss of zero is not."""
+    record = RunRecord(tmp_path / "log.jsonl")
+    for step in (1, 2, 3):
+        zeros = dict.fromkeys(("loss", "link_up", "link_down", "disk_bytes", "disk_written", "disk_read"), 0)
+        record.write(step=step, device_bytes=step << 20, **zeros)
+    text = made(tmp_path)
+    assert re.findall(r"<h3>(.*?)</h3>", text) == ["Loss", "Memory by tier"]
+    assert "Zero in every step, and not drawn: Link, bytes of a step; SSD, bytes so far." in text
+    assert "not drawn" not in made(recorded(tmp_path / "moved"))
+
+
 def test_nothing_from_elsewhere_and_no_script(tmp_path: Path) -> None:
     """The page names no other place than the namespaces of SVG, and forbids itself all but its style."""
     text = made(recorded(tmp_path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,14 @@ CONFIG = "adapter_config.json"
 def is_adapter(folder: Path) -> bool:
     """Whether it holds adapters, and no model."""
     return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def with_fresh_adapters(model: Any, given: Any, **options: Any) -> Any:
+    """What peft's `get_peft_model` makes of the model with the configuration `given`, and nothing printed."""
+    with warnings.catch_warnings():
+        # It asks for an attribute whose name transformers has changed; whoever trains can do nothing about that.
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        return peft_library().get_peft_model(model, given, **options)
 
 
 def peft_library() -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from headrace.base.errors import ModelError
-from headrace.cli.adapters import peft_library
+from headrace.cli.adapters import peft_library, with_fresh_adapters
 from headrace.cli.config import RunConfig
 from headrace.cli.config_file import ConfigError
 from headrace.cli.config_lora import ALL, Lora
@@ -38,7 +38,7 @@ def adapted(config: RunConfig, model: Any) -> Any:
         use_rslora=lora.rslora, use_dora=lora.dora,
     )  # fmt: skip
     try:
-        return peft.get_peft_model(model, given, autocast_adapter_dtype=lora.dtype == "float32")
+        return with_fresh_adapters(model, given, autocast_adapter_dtype=lora.dtype == "float32")
     except (ValueError, TypeError, NotImplementedError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError("peft cannot adapt this model so", reason, "Change the options under lora") from error

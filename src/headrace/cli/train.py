@@ -116,13 +116,10 @@ def _print_config(config: RunConfig, given: Given, console: Console) -> None:
     for note in given.notes:
         console.print(note, markup=False, soft_wrap=True)
     console.print("options that differ from their defaults:")
-    fields, values = RunConfig.model_fields, config.model_dump(mode="json")
-    for name in fields:
-        if getattr(config, name) == fields[name].default:
-            continue
+    for name, value in config.model_dump(mode="json", exclude_defaults=True).items():
         place = given.places.get((name,)) or next((p for key, p in given.places.items() if key[0] == name), "")
-        value = format_bytes(values[name]) if name in SIZES else _scalar(values[name])
-        text = f"  {name}: {value}{f'  ({place})' if place else ''}"
+        shown = format_bytes(value) if name in SIZES else _scalar(value)
+        text = f"  {name}: {shown}{f'  ({place})' if place else ''}"
         console.print(text, markup=False, soft_wrap=True)
 
 

@@ -28,6 +28,8 @@ SENSORS = 7
 MOST_EVENTS = 400
 """Rows of the event log; of more, those in the middle are left out, which the page says."""
 
+BYTES = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
 
 @dataclass(frozen=True)
 class _Drawn:
@@ -38,10 +40,12 @@ class _Drawn:
 def page(name: str, run: Run, folder: Path | None = None, settings: str = "") -> str:
     """The HTML text. `folder`: the run's, whose traces are shown; `settings`: its configuration as text."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, loader=PackageLoader("headrace", "report"))
-    plots = [_Drawn(plot.title, Markup(plot.svg())) for plot in _plots(run)]
+    drawn, flat = _plots(run)
+    plots = [_Drawn(plot.title, Markup(plot.svg())) for plot in drawn]
     shown, note = _events(run.events)
     return environment.get_template("page.html").render(
-        title=visible(name), subtitle=_subtitle(run), figures=_figures(run), plots=plots, lanes=_lanes(folder),
+        title=visible(name), subtitle=_subtitle(run), figures=_figures(run), plots=plots, flat=flat,
+        lanes=_lanes(folder),
         events=shown, events_note=note, settings=visible(settings),
     )  # fmt: skip
 
@@ -122,8 +126,8 @@ def _median(lines: Sequence[Line], name: str) -> float | None:
 # -- curves ---------------------------------------------------------------------------------------------------------
 
 
-def _plots(run: Run) -> list[Plot]:
-    """Those for which the record has values."""
+def _plots(run: Run) -> tuple[list[Plot], list[str]]:
+    """Those for which the record has values, and the titles of those left out because nothing was moved."""
     steps = run.steps
 
     def curve(name: str, label: str = "") -> Curve:
@@ -143,14 +147,21 @@ def _plots(run: Run) -> list[Plot]:
         Plot("Learning rate", "", [curve("lr")]),
         Plot("Gradient norm", "", [curve("grad_norm")]),
         Plot("Tokens per second", "", [curve("tokens_per_second")]),
-        _in_bytes("Memory by tier", [tier for tier in tiers if any(value for _, value in tier.points)]),
+        _in_bytes("Memory by tier", tiers),
         _in_bytes("Link, bytes of a step", link),
         _in_bytes("SSD, bytes so far", [total("ssd_written", "written, in all"), *disk]),
         Plot("Temperature", "°C", [curve("gpu_celsius", "GPU"), *_sensors(steps)]),
         Plot("GPU power", "W", [curve("gpu_watts")]),
     ]
-    shown = (Plot(plot.title, plot.unit, [curve for curve in plot.curves if curve.points]) for plot in every)
-    return [plot for plot in shown if plot.curves]
+    known = [Plot(plot.title, plot.unit, [curve for curve in plot.curves if curve.points]) for plot in every]
+    found, flat = list[Plot](), list[str]()
+    for plot in known:
+        moved = [curve for curve in plot.curves if plot.unit not in BYTES or any(value for _, value in curve.points)]
+        if moved:
+            found.append(Plot(plot.title, plot.unit, moved))
+        elif plot.curves:
+            flat.append(plot.title)
+    return found, flat
 
 
 def _sensors(steps: Sequence[Line]) -> list[Curve]:
@@ -165,7 +176,7 @@ def _in_bytes(title: str, curves: Sequence[Curve]) -> Plot:
     most = max((value for curve in curves for _, value in curve.points), default=0.0)
     power = max(0, min(4, int(math.log2(most) / 10))) if most >= 1 else 0
     scaled = [Curve(curve.label, [(at, value / 1024**power) for at, value in curve.points]) for curve in curves]
-    return Plot(title, ("bytes", "KiB", "MiB", "GiB", "TiB")[power], scaled)
+    return Plot(title, BYTES[power], scaled)
 
 
 def _points(lines: Iterable[Line], name: str) -> list[tuple[float, float]]:

@@ -31,11 +31,23 @@ def tell_trained(model: nn.Module, trained: Container[int], events: EventLog) ->
     named = list(model.named_parameters())
     chosen = [(name, p) for name, p in named if id(p) in trained]
     if len(chosen) < len(named):
-        kinds = dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name) for name, _ in chosen)
-        shown = ", ".join(list(kinds)[:KINDS_SHOWN])
+        kinds = together(dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name) for name, _ in chosen))
+        shown = ", ".join(kinds[:KINDS_SHOWN])
         rest = f" and {len(kinds) - KINDS_SHOWN} more" if len(kinds) > KINDS_SHOWN else ""
         events.add("trained", f"{len(chosen)} of {len(named)} parameters train: {shown}{rest}",
                    elements=sum(p.numel() for _, p in chosen), of=sum(p.numel() for _, p in named))  # fmt: skip
+
+
+def together(names: Iterable[str]) -> list[str]:
+    """Dotted names with those that differ in one part written as one: `a.q.w` and `a.k.w` as `a.{q,k}.w`."""
+    rows: list[tuple[tuple[str, ...], ...]] = [tuple((part,) for part in name.split(".")) for name in names]
+    for place in range(max(map(len, rows), default=0) - 1, -1, -1):
+        alike: dict[tuple[Any, ...], tuple[str, ...]] = {}
+        for row in rows:
+            others = (row[:place], row[place + 1 :], len(row) > place)
+            alike[others] = alike.get(others, ()) + (row[place] if len(row) > place else ())
+        rows = [(*head, parts, *tail) if parts else head for (head, tail, _), parts in alike.items()]
+    return [".".join(parts[0] if len(parts) == 1 else "{" + ",".join(parts) + "}" for parts in row) for row in rows]
 
 
 def copy_in_use(module: Any) -> Any:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import headrace
+from headrace.cli.adapters import peft_library, with_fresh_adapters
 from headrace.codec.entries import error_of, pack
 from headrace.codec.packed import clear_padding, views
 from headrace.plan.shapes import Shape, shape_named
@@ -103,7 +104,6 @@ def build(model: str, dtype: torch.dtype, layers: int | None, positions: int, de
 
 def with_adapters(model: Any, rank: int) -> Any:
     """The model with LoRA adapters on all linear layers but the head, and all else frozen."""
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    return get_peft_model(model, config)
+    peft = peft_library()
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    return with_fresh_adapters(model, config)
