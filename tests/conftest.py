@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,11 +27,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def fast_collections() -> Iterator[None]:
+def fast_collections() -> None:
     """Collections walk what tests of this file make, not the million objects of the libraries."""
     gc.collect()
     gc.freeze()
-    yield
 
 
 def _folder(item: pytest.Item) -> str:
