@@ -31,6 +31,7 @@ class HeadraceSFTTrainer(StreamedTraining, trl.SFTTrainer):  # type: ignore[misc
                 "the streamed head gives their mean",
                 "Use loss_type='nll'",
             )
+        self._counts: list[tuple[Any, Any]] = []
         super().__init__(model, args, *others, **named)
         self._note("log", "no entropy and no mean_token_accuracy: they need the probability of every token")
         if self.aux_loss_enabled:
@@ -38,6 +39,16 @@ class HeadraceSFTTrainer(StreamedTraining, trl.SFTTrainer):  # type: ignore[misc
             for module in own.modules():  # trl tells the configuration only, which most models have read by now
                 if hasattr(module, "router_aux_loss_coef"):
                     module.router_aux_loss_coef = self.router_aux_loss_coef
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """As StreamedTraining has it. Micro-batches of a step that ran again, as after an out-of-memory error, count
+        once: the last of those computed are the ones that were trained on."""
+        self._counts.clear()
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        for tokens, router_loss in self._counts[-self.current_gradient_accumulation_steps :]:
+            self._total_train_tokens = self._total_train_tokens + tokens
+            self._tell("train", router_loss)
+        return loss
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -55,17 +66,19 @@ class HeadraceSFTTrainer(StreamedTraining, trl.SFTTrainer):  # type: ignore[misc
             # the model adds the whole router loss of each micro-batch, trl their mean over the window
             rest = 1 - 1 / self.current_gradient_accumulation_steps
             loss = loss - self.router_aux_loss_coef * rest * outputs.aux_loss
-        self._count("train" if model.training else "eval", inputs, outputs)
+        router_loss = outputs.aux_loss.detach() if self.aux_loss_enabled else None
+        if model.training:
+            tokens = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["input_ids"].numel()
+            self._counts.append((tokens, router_loss))
+        else:
+            self._tell("eval", router_loss)
         return (loss, outputs) if return_outputs else loss
 
-    def _count(self, mode: str, inputs: Any, outputs: Any) -> None:
+    def _tell(self, mode: str, router_loss: Tensor | None) -> None:
         """What trl logs beside the loss, as far as it does not need every token's probability."""
-        if mode == "train":
-            counted = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["input_ids"].numel()
-            self._total_train_tokens = self._total_train_tokens + counted
         self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
-        if self.aux_loss_enabled:
-            self._metrics[mode]["aux_loss"].append(outputs.aux_loss.detach())
+        if router_loss is not None:
+            self._metrics[mode]["aux_loss"].append(router_loss)
 
     def log(self, logs: dict[str, float], *others: Any, **named: Any) -> None:
         """The counts are read when they are logged, so that no step waits for them."""
