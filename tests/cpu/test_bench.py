@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ import pytest
 import torch
 
 from cpu.test_cli_world import headrace, save_model, start
-from headrace.cli.benchmark import measure, run
+from headrace.cli.benchmark import measure, predicted, run
 from headrace.cli.benchmark.peers import PEERS, left_out
+from headrace.hardware.profile import CACHE, cache_path
+from recorded import H200
 
-TINY = ("bench", "tiny", "--device", "cpu", "--layers", "2", "--steps", "2", "--warm-up", "1")
+TINY = ("bench", "tiny", "--device", "cpu", "--layers", "2", "--steps", "2", "--warm-up", "1", "--no-profile")
 
 
 def report_of(printed: str) -> dict[str, Any]:
@@ -57,9 +60,48 @@ def test_the_report_adds_up() -> None:
         assert work["peaks"]["device"] == work["peaks"]["device_reserved"] > 0
         each, hidden = 14.5 * report["parameters"], 2 * 2 * work["tokens"] * 256
         assert work["peaks"]["host_bound"] == int(each + hidden + (4 << 30)) > work["peaks"]["host"] > 0
+        predicted = work["predicted"]
+        measured = {"seconds": work["seconds"], "device_bytes": None, "host_bytes": work["peaks"]["host"]}
+        for name, figure in ((name, predicted[name]) for name in measured):
+            assert figure["measured"] == measured[name] and figure["predicted"] > 0
+            off = None if measured[name] is None else figure["predicted"] / figure["measured"] - 1
+            assert figure["error"] == (off if off is None else pytest.approx(off))
+        assert predicted["by"].startswith("usual rates") and sum(predicted["lanes"].values()) > 0
+        parts = {name: predicted["host"][name] for name in ("weights", "state", "grads", "stages")}
+        assert parts == {name: work["memory"]["host"][name] for name in parts}
+    assert report["works"][0]["predicted"]["seconds"] != report["works"][1]["predicted"]["seconds"]
     assert report["works"][0]["grad_norm"] > 1e-3
     session_rates = report["sessions"][0]["rates"]
     assert session_rates["host"] == bounds["host update"]["rate"] and session_rates["updates"] is None
+
+
+def test_predictions_are_by_the_profile_that_is_kept_or_measured_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured in a process of its own, once; what that process has said last is why there is none."""
+    monkeypatch.setenv(CACHE, str(tmp_path))
+    device, asked = torch.device("cpu"), list[list[str]]()
+
+    def fails(words: list[str], **given: Any) -> Any:
+        asked.append(words)
+        return subprocess.CompletedProcess(words, 1, "measuring\nno luck today\n")
+
+    def measures(words: list[str], **given: Any) -> Any:
+        path = cache_path(device, None)
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(replace(H200, measured="2030-01-01T00:00:00+00:00").to_json()))
+        return subprocess.CompletedProcess(words, 0, "link ...")
+
+    def source(measure: bool = True) -> str:
+        return predicted.rates_for(device, None, measure, lambda text: None).source
+
+    assert source(False) == "usual rates: `headrace profile` has not measured this machine" and not asked
+    monkeypatch.setattr(predicted.subprocess, "run", fails)
+    assert source() == "usual rates: `headrace profile` has kept nothing: no luck today"
+    assert asked == [[sys.executable, "-m", "headrace", "profile", "--device", "cpu"]]
+    monkeypatch.setattr(predicted.subprocess, "run", measures)
+    assert source() == "the profile of this machine, measured now"
+    assert source() == source(False) == "the profile of this machine, kept since 2030-01-01T00:00:00+00:00"
 
 
 def test_adapters_on_a_compressed_base() -> None:
@@ -154,7 +196,7 @@ def test_a_folder_trains_its_own_weights(tmp_path: Path) -> None:
     losses = []
     for model in (folder, folder, folder / "config.json"):
         code, printed = headrace("bench", str(model), "--work", "2x16", "--device", "cpu", "--steps", "1", "--warm-up",
-                                 "1", "--json", "--no-rates", "--dtype", "float32")  # fmt: skip
+                                 "1", "--json", "--no-rates", "--no-profile", "--dtype", "float32")  # fmt: skip
         assert code == 0, printed
         losses.append(report_of(printed)["works"][0]["losses"][0])
     assert losses[0] == losses[1] != losses[2]

@@ -119,7 +119,7 @@ def test_rates_of_the_lanes(update: str) -> None:
 def test_bench_on_a_gpu() -> None:
     """The whole command: compiled blocks, both kinds of clipping, device peaks, plain PyTorch beside it."""
     works = ("--work", "2x64", "--work", "2*2x64@none", "--against", "torch")
-    code, printed = run("bench", "tiny", *works, "--placement", "host", "--steps", "3", "--json")
+    code, printed = run("bench", "tiny", *works, "--placement", "host", "--steps", "3", "--json", "--no-profile")
     assert code == 0, printed
     report = json.loads(printed[printed.index("{\n") : printed.rindex("}\n") + 1])
     assert report["compile"] and report["machine"]["kind"] == "cuda"
@@ -127,6 +127,8 @@ def test_bench_on_a_gpu() -> None:
         peaks = work["peaks"]
         assert peaks["device"] >= peaks["device_reserved"] > 0
         assert 0 <= work["idle"] < 1 and work["utilisation"] > 0
+        predicted = work["predicted"]
+        assert predicted["device_bytes"]["measured"] == peaks["device"] and predicted["device_bytes"]["predicted"] > 0
         assert {"link up", "link down", "link both ways", "compute"} <= {bound["name"] for bound in work["roofline"]}
         assert {"h2d", "d2h", "compute", "host"} <= set(work["lanes"])
     assert [peer["system"] for peer in report["against"]] == ["torch", "torch"]

@@ -10,13 +10,14 @@ from headrace.plan import updates
 from headrace.plan.cost import Costs
 from headrace.plan.decide import plan
 from headrace.plan.memory import peaks
+from headrace.plan.modes import adapters
 from headrace.plan.place import Budgets
 from headrace.plan.search import Wanted
 from headrace.plan.shapes import SHAPES, subject_of
 from headrace.plan.step import programs, simulated
 from headrace.plan.subject import Subject, Work
 from headrace.schedule.check import check
-from headrace.spec.placement import HOST, Placement
+from headrace.spec.placement import DEVICE, HOST, Placement
 from recorded import GIB, H200, RUNS, Run, copies_wait
 
 
@@ -66,6 +67,38 @@ def test_the_arithmetic_is_that_of_the_bench() -> None:
     small = subject_of("1.5b", SHAPES["1.5b"])
     subject, placement = placed(small, work, Budgets(None, 110 * GIB, None, False), {"weights": HOST, "state": HOST})
     assert Costs(subject, placement, work, H200).model_flops() == pytest.approx(78034187059200.0, rel=1e-6)
+
+
+def test_adapters_add_passes_and_launches() -> None:
+    """LoRA of rank 16 on the seven matrices of a block: bytes by hand, and as many launches again in the recompute."""
+    subject, work, constants = adapters(subject_of("4b", SHAPES["4b"])), Work(1, 512), H200.calibration
+    budgets, tiers = Budgets(125 * GIB, 110 * GIB, None, False), {"weights": DEVICE, "state": DEVICE}
+    found = []
+    for rates in (H200, replace(H200, calibration=replace(constants, adapter_passes=0.0, adapter_seconds=0.0))):
+        subject, placement = placed(subject, work, budgets, tiers)
+        costs = Costs(subject, placement, work, rates)
+        ops = {op.verb: costs.taken(op) for program in programs(subject, placement, True, False, 1)[0]
+               for op in program.ops if op.unit == subject.blocks[1].index}  # fmt: skip
+        found.append(ops)
+    ins, outs = 2560 * 5 + 4096 + 9728, 4096 + 2 * 1024 + 2560 + 2 * 9728 + 2560
+    forward, backward = ins + 2 * outs, 6 * ins + 2 * outs
+    for verb, passes, times in (("FORWARD", forward, 1), ("BACKWARD", backward + forward, 2)):
+        more, less = found[0][verb], found[1][verb]
+        seconds = constants.adapter_passes * 2 * 512 * passes / H200.compute.memory
+        assert more.seconds - less.seconds == pytest.approx(seconds)
+        assert more.issue - less.issue == pytest.approx(7 * times * constants.adapter_seconds)
+
+
+def test_seconds_of_few_steps_count_the_last_update() -> None:
+    """What a step takes on average, from rest to the end of the last update, as one simulation of them all has it."""
+    work, model = Work(8, 1024), subject_of("1b", SHAPES["1b"]).on_windows()
+    subject, placement = placed(model, work, Budgets(None, 110 * GIB, None, False), {"weights": HOST, "state": HOST})
+    costs = Costs(subject, placement, work, H200)
+    found = simulated(costs)
+    for steps in (3, 5, 8):
+        whole = simulated(costs, steps=programs(subject, placement, True, False, steps)).timeline.seconds
+        assert found.mean(steps) == pytest.approx(whole / steps, rel=1e-3)
+    assert found.mean(1000) == pytest.approx(found.seconds, rel=2e-3)
 
 
 @pytest.mark.parametrize("clips", [True, False])

@@ -37,6 +37,7 @@ class Request:
     steps: int
     warm_up: int
     rates: bool
+    profile: bool
     as_json: bool
     live: bool
     timeout: float | None
@@ -127,6 +128,10 @@ def bench(
     rates: Annotated[
         bool, typer.Option("--rates/--no-rates", help="Measure each lane alone, for the roofline and the utilisation.")
     ] = True,
+    profile: Annotated[
+        bool, typer.Option("--profile/--no-profile", help="Where no profile of this machine is kept, measure it first, "
+                           "for the predictions; else usual rates stand in.")
+    ] = True,
     against: Annotated[
         str, typer.Option("--against", metavar="NAMES", help="Other systems to run on the same work, each in a process "
                           "of its own: any of torch, reach, deepspeed, fsdp2, trainstream, bitsandbytes, with commas; "
@@ -154,7 +159,8 @@ def bench(
     Seconds per step are those of all steps that count and the wait for their last update, after the warm-up. The
     roofline is what the busiest lane would take at the rate that it has alone on this machine, measured in the same
     run. The floor counts too that updates which wait for the norm of all gradients hide behind the next forward only:
-    no step is shorter than the backward's compute and the longer of the forward's compute and those updates.
+    no step is shorter than the backward's compute and the longer of the forward's compute and those updates. Beside
+    what was measured stands what the simulator makes of the same placement and work, by the profile of this machine.
 
     Ctrl-C ends after the step in flight, and what was measured is reported. Exits with 0 when all was measured or the
     time was up, 1 when a WORK failed or nothing was measured, 2 for mistakes in the configuration.
@@ -170,7 +176,7 @@ def bench(
         code = run(
             Request(
                 model, tuple(work or ()), max_grad_norm, options, tuple(settings or ()), card, layers, lora,
-                dtype, lr, steps, warm_up, rates, as_json, live, timeout, trace, against, peers,
+                dtype, lr, steps, warm_up, rates, profile, as_json, live, timeout, trace, against, peers,
             )
         )  # fmt: skip
     if code:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from headrace.cli.assemble import Parts
 from headrace.files.atomic import write_file
-from headrace.plan.cost import Costs
-from headrace.plan.step import Step, simulated
+from headrace.plan.step import Step
 from headrace.report.lanes import PLAN, as_trace, planned_bars
 from headrace.report.record import TRACES
+from headrace.session.expected import expected
 
 
 def write_foreseen(parts: Parts) -> None:
@@ -29,9 +29,7 @@ def write_foreseen(parts: Parts) -> None:
 
 def foreseen(parts: Parts) -> Step | None:
     """One step of the run in the middle of many, as the simulator has it; None where its rates were never measured."""
-    session = parts.session
-    plan, options = session.plan, session.options
+    plan = parts.session.plan
     if not plan.rates.measured or not plan.known:
         return None
-    costs = Costs(plan.choice.subject, session.placement, plan.work, plan.rates, options.compile)
-    return simulated(costs, overlap=options.overlap)
+    return expected(parts.session, plan.work, plan.rates).step

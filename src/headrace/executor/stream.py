@@ -152,10 +152,10 @@ class Stream:
                 sent.append(tensor)
                 kept[index] = None
         if sent:
-            record = SavedInput.of(sent)
-            passed, expected = (sum(v.kind == BLOCK for v in vs) for vs in (pass_.visits, self._predicted[True]))
-            self.inputs.keep(record, max(1, expected - passed + 1))
-            visit.saved.record = pass_.inputs[visit.number] = record
+            record = visit.saved.record = pass_.inputs[visit.number] = SavedInput.of(sent)
+            passed, expected = ([v for v in vs if v.kind == BLOCK and self.placement.sends(v.unit)]
+                                for vs in (pass_.visits, self._predicted[True]))  # fmt: skip
+            self.inputs.keep(record, max(1, len(expected) - len(passed) + 1))
             pass_.visits[visit.number] = Visit(visit.block.unit, BLOCK, True, saves_input=True)
         return kept
 

@@ -96,8 +96,13 @@ def _measured(device: torch.device, folder: str | os.PathLike[str] | None, told:
     return HardwareProfile(
         _name(device), device.type, link, updates, compute, MemoryRoom(0, 0, 0, 0, grows=grows), disk,
         available_threads(), driver_version(device), torch.__version__, now,
-        Calibration() if device.type == "cuda" else Calibration(host_base_bytes=CPU_BASE),
+        calibration_of(device),
     )  # fmt: skip
+
+
+def calibration_of(device: torch.device) -> Calibration:
+    """The constants of predictions, which are not measured."""
+    return Calibration() if device.type == "cuda" else Calibration(host_base_bytes=CPU_BASE)
 
 
 def _with_room(

@@ -38,6 +38,7 @@ class Costs:
         self.subject, self.placement, self.work, self.profile = subject, placement, work, profile
         self.compiled = compiled
         self._taken: dict[tuple[str, str, int, str, str], Taken] = {}
+        self._beside: dict[int, list[tuple[float, float]]] = {}
 
     # -- what is shared ---------------------------------------------------------------------------------------------
 
@@ -112,7 +113,7 @@ class Costs:
     @cached_property
     def hidden_bytes(self) -> int:
         """Hidden states of the whole window."""
-        return self.work.tokens * self.subject.hidden * itemsize(self.subject.dtype)
+        return self.subject.hidden_bytes(self.work)
 
     def _unit(self, op: Op) -> Unit:
         return self.subject.spec.units[op.unit]
@@ -167,6 +168,7 @@ class Costs:
         unit, backward = self._unit(op), op.verb == "BACKWARD"
         again = backward and self._recomputed(unit)
         each = constants.visit_seconds if self.compiled else constants.visit_seconds_eager * (1 + again)
+        each += constants.adapter_seconds * len(self._adapters(unit)) / 2 * (2 if again else 1)
         runs = self.work.slices if unit.kind == BLOCK else 1
         return Taken(self._visit_seconds(unit, backward), uses, issue=each * runs)
 
@@ -211,9 +213,27 @@ class Costs:
         else:
             seconds += 2 * out * tokens * 2 / profile.compute.memory  # the logits of a tile, written and read once
         moved = 1.5 * unit.decoded.nbytes  # packed bytes read, decoded ones written
+        moved += constants.adapter_passes * self._adapter_bytes(unit, backward)
         if backward:  # each run's gradients are added up in fp32, and rounded once
             moved += sum(entry.numel for entry in unit.trained.entries) * (10 * self.work.slices + 6)
         return seconds / constants.efficiency + moved / profile.compute.memory + SMALLEST
+
+    def _adapters(self, unit: Unit) -> list[tuple[float, float]]:
+        """(features in, features out) of the narrow matrices that train beside a block's, in the rest."""
+        if unit.index not in self._beside:
+            rest = rest_of(self.subject)
+            entries = self.subject.spec.units[rest].trained.entries if rest is not None and unit.kind == BLOCK else ()
+            sides = [e.shape for e in entries if len(e.shape) == 2 and e.name.startswith(f"{unit.name}.")]
+            self._beside[unit.index] = [(columns, 0.0) if columns > rows else (0.0, rows) for rows, columns in sides]
+        return self._beside[unit.index]
+
+    def _adapter_bytes(self, unit: Unit, backward: bool) -> float:
+        """What adapters read and write, see model/lora: the forward an input and twice an output, the backward twice a
+        gradient and inputs two times, and the input's gradient, which it adds to the layer's."""
+        sides, each = self._adapters(unit), self.work.tokens * itemsize(self.subject.dtype)
+        ins, outs = sum(side[0] for side in sides), sum(side[1] for side in sides)
+        forward = ins + 2.0 * outs
+        return each * (6.0 * ins + 2.0 * outs + forward * self._recomputed(unit) if backward else forward)
 
     def matmul_flops(self, unit: Unit, backward: bool) -> float:
         """For each token that meets a unit's weights: 2 FLOPs in the forward, 2 for each of the two gradients. What is

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headrace.plan.subject import Subject, Work, features_out
+from headrace.schedule.build import ROWS
 from headrace.spec.footprint import Footprint, footprint
 from headrace.spec.formats import itemsize
 from headrace.spec.hardware import HardwareProfile
@@ -25,10 +26,12 @@ def peaks(
     as the share of it that a device budget bounds. `need`: the footprint of the placement, where it is known already.
     """
     need, constants = need or footprint(subject.spec, placement), profile.calibration
-    hidden = hidden_bytes(subject, work)
+    hidden = subject.hidden_bytes(work)
     device = {**need.device, "activations": activations(subject, work, profile, compiled)}
     visits = [visit.unit for visit in subject.visits if visit.kind == BLOCK]
     kept, sent = [unit for unit in visits if placement.keeps(unit)], [unit for unit in visits if placement.sends(unit)]
+    if sent and sent[0] == visits[0] and not _embedding_trains(subject):
+        sent.pop(0)  # only what needs a gradient is sent
     device["inputs"] = hidden * (len(visits) - len(kept) - len(sent))
     host = dict(need.host)
     if kept:
@@ -46,9 +49,11 @@ def peaks(
     return Peaks(device, host, dict(need.disk))
 
 
-def hidden_bytes(subject: Subject, work: Work) -> int:
-    """Hidden states of the whole window."""
-    return work.tokens * subject.hidden * itemsize(subject.dtype)
+def _embedding_trains(subject: Subject) -> bool:
+    """The first block's input needs a gradient; so too where no embedding is known."""
+    spec = subject.spec
+    tiles = [spec.units[tile] for v in subject.visits if v.kind == ROWS for tile in spec.matrices[v.unit].tiles]
+    return not tiles or any(tile.trained.entries for tile in tiles)
 
 
 def graph_bytes(subject: Subject, unit: int, work: Work, profile: HardwareProfile, compiled: bool = True) -> int:
@@ -65,7 +70,7 @@ def activations(subject: Subject, work: Work, profile: HardwareProfile, compiled
     widest = max((_features(subject, unit.index) for unit in subject.blocks), default=0.0)
     block = each * widest * at_once * size
     buffers = constants.window_buffers + (constants.sliced_buffers if work.slice_rows < work.rows else 0.0)
-    return int(max(block, _logit_bytes(subject, work, constants.logit_bytes)) + buffers * hidden_bytes(subject, work))
+    return int(max(block, _logit_bytes(subject, work, constants.logit_bytes)) + buffers * subject.hidden_bytes(work))
 
 
 def _logit_bytes(subject: Subject, work: Work, most: int) -> int:

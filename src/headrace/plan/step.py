@@ -41,6 +41,10 @@ class Step:
         """Share of the time in which nothing is computed."""
         return 1.0 - self.busy.get(COMPUTE, 0.0) / self.seconds if self.seconds else 0.0
 
+    def mean(self, steps: int) -> float:
+        """Seconds of one step, on average of so many, from rest to the end of the last update."""
+        return (self.timeline.seconds + (steps - STEPS) * self.seconds) / steps
+
 
 def programs(subject: Subject, placement: Placement, clips: bool, guesses: bool, steps: int) -> list[list[Program]]:
     """Of each step: forward, backward, update. `clips`: updates wait for the norm; else they run in the backward.

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from headrace.schedule.build import ROWS, Visit, summed_twice
+from headrace.spec.formats import itemsize
 from headrace.spec.layout import Entry
 from headrace.spec.model import BLOCK, ModelSpec, Unit
 from headrace.spec.placement import DEVICE, Placement
@@ -70,6 +71,8 @@ class Subject:
     """In which blocks compute."""
     positions: int | None = None
     """Longest row that the model was made for."""
+    hidden_dtype: str | None = None
+    """Of the hidden states; None: as blocks compute. Under autocast an fp32 model's stay in fp32."""
 
     @property
     def blocks(self) -> list[Unit]:
@@ -84,6 +87,10 @@ class Subject:
     def uses_rows(self) -> bool:
         """Rows of a streamed embedding are gathered."""
         return any(visit.kind == ROWS for visit in self.visits)
+
+    def hidden_bytes(self, work: Work) -> int:
+        """Hidden states of the whole window."""
+        return work.tokens * self.hidden * itemsize(self.hidden_dtype or self.dtype)
 
     def on_windows(self) -> Subject:
         """Gradients of weights that one forward uses twice are summed in fp32."""

@@ -31,7 +31,13 @@ def subject_of(model: nn.Module, anatomy: Anatomy, spec: ModelSpec | None = None
     return Subject(
         type(model).__name__, spec, tuple(predicted(anatomy)), _hidden(config, spec), attention_of(config),
         active_of(config), _dtype(spec), getattr(config, "max_position_embeddings", None),
+        "float32" if torch.float32 in _embedded(anatomy) else None,
     )  # fmt: skip
+
+
+def _embedded(anatomy: Anatomy) -> set[torch.dtype]:
+    """What embeddings give, which is what the blocks pass on."""
+    return {anatomy.parameters[anatomy.spec.matrices[matrix].name].dtype for matrix, _ in anatomy.embeddings}
 
 
 def predicted(anatomy: Anatomy) -> list[Visit]:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_type_hints
 from headrace.base.errors import FormatError
 from headrace.base.units import format_bytes
 
-VERSION = 2
+VERSION = 3
 """Of the format in files; profiles of another one are measured again."""
 
 Part = TypeVar("Part")
@@ -129,6 +129,10 @@ class Calibration:
     visit_seconds: float = 0.8e-3
     """The caller's thread launches one compiled run of a block, forward or backward."""
     visit_seconds_eager: float = 2.0e-3
+    adapter_passes: float = 1.5
+    """Times that the products of adapters read or write what they are given and give out, against once each."""
+    adapter_seconds: float = 0.3e-3
+    """The caller's thread launches what one adapter adds to one run of its layer."""
     step_seconds: float = 5e-3
     """What the caller does once a step: its loop, the optimizer, the outer model."""
     rows_seconds: float = 10e-3

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import headrace
 from headrace.cli.benchmark.arithmetic import Arithmetic
+from headrace.cli.benchmark.predicted import Rates, compared
 from headrace.cli.benchmark.roofline import Bound, Moved, bounds, floor_seconds, largest, loads
 from headrace.cli.benchmark.work import Work
 from headrace.hardware.limits import peak_rss, reset_peak_rss
@@ -36,6 +37,8 @@ class Bench:
     warm_up: int
     rates: bool
     """Measure each lane alone."""
+    foresight: Rates
+    """What predictions are made from."""
     stopped: Callable[[], bool]
     """Whether to end after the step in flight."""
     tell: Callable[..., None]
@@ -84,14 +87,17 @@ class Bench:
         after, spans = session.memory_report(), recorded.spans()
         found = loads(spans, session.spec, len(seconds))
         moved = _moved(before, after, len(seconds))
-        per_step = wall / len(seconds)
+        per_step, peaks = wall / len(seconds), self._peaks(work, after)
+        counted = peaks["device"] if device.type == "cuda" else None  # a CPU does not say what blocks work with
+        measured = {"seconds": per_step, "device_bytes": counted, "host_bytes": peaks["host"]}
         return {
             "work": str(work), **asdict(work), "tokens": work.tokens, "steps": len(seconds), "seconds": per_step,
             "first_step_seconds": first, "step_seconds": seconds, "tokens_per_second": work.tokens / per_step,
             "idle": 1.0 - found["compute"].busy / per_step,
             "lanes": {lane: {**asdict(load), "share": load.busy / per_step} for lane, load in sorted(found.items())},
             "moved": asdict(moved), "memory": {tier: after[tier] for tier in ("device", "host", "disk")},
-            "clocks": None if at_end is None else asdict(at_end), "peaks": self._peaks(work, after),
+            "clocks": None if at_end is None else asdict(at_end), "peaks": peaks,
+            "predicted": compared(session, work, self.foresight, len(seconds), measured),
             "grad_norm": session.last_grad_norm,
             "losses": [float(loss) for loss in losses], "trace": None if trace is None else str(trace),
             **self._roofline(work, per_step, found, moved),

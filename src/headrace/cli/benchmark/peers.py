@@ -95,12 +95,16 @@ def _command(script: Path, request: Request, work: Work, device: torch.device, c
     return [sys.executable, str(script), *flags, *(["--no-recompute"] if keeps else [])]
 
 
+def environment() -> dict[str, str]:
+    """That of a process which finds this package."""
+    source = str(Path(headrace.__file__).parents[1])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])}
+
+
 def _run(command: list[str], stopped: Callable[[], bool]) -> dict[str, Any]:
     """The figures that a script printed, or {"error": its last words}."""
-    source = str(Path(headrace.__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])}
     with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment,
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment(),
                                    start_new_session=True)  # fmt: skip
         try:
             while process.poll() is None and not stopped():

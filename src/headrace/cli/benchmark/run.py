@@ -30,6 +30,7 @@ from headrace.cli.benchmark.arithmetic import arithmetic_of
 from headrace.cli.benchmark.asked import CUDA_BYTES, Asked, checked
 from headrace.cli.benchmark.measure import Bench
 from headrace.cli.benchmark.peers import compare
+from headrace.cli.benchmark.predicted import rates_for
 from headrace.cli.benchmark.shapes import build, is_random, with_adapters
 from headrace.cli.benchmark.told import told
 from headrace.cli.benchmark.work import Work
@@ -94,6 +95,8 @@ class _Runs:
 
     def measure(self) -> None:
         """All works: those that clip in one session, those that do not in another."""
+        folder = self._asked.options.get("disk_dir")
+        self._rates = rates_for(self._device, folder and str(folder), self._request.profile, self._say)
         works = list(enumerate(self._asked.works))
         for clips in dict.fromkeys(work.max_grad_norm is not None for _, work in works):
             group = [each for each in works if (each[1].max_grad_norm is not None) == clips]
@@ -175,7 +178,7 @@ class _Runs:
         vocabulary = embedding.weight.shape[0]
         computes = dtype if computes_bf16(session.device) else torch.float32
         return Bench(session, arithmetic, vocabulary, computes, request.steps, request.warm_up, request.rates,
-                     lambda: self._stop.number is not None, self._tell)  # fmt: skip
+                     self._rates, lambda: self._stop.number is not None, self._tell)  # fmt: skip
 
     def against(self) -> None:
         """The other systems on the works that were measured."""

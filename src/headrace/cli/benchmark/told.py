@@ -75,10 +75,23 @@ def _work(work: Found, gpu: bool) -> Iterator[str]:
         within = "within" if peaks["host"] <= peaks["host_bound"] else "BEYOND"
         bound = f", {within} the bound of {format_bytes(peaks['host_bound'])}"
     yield f"  host peak {format_bytes(peaks['host'])}{bound}"
+    yield from _predicted(work["predicted"])
     losses = work["losses"]
     yield f"  loss {losses[0]:.4f} to {losses[-1]:.4f}, last gradient norm {work['grad_norm']:.4g}"
     if work["trace"]:
         yield f"  trace: {work['trace']}"
+
+
+def _predicted(found: Found) -> Iterator[str]:
+    yield f"  by {found['by']}:"
+    yield f"  {'':<16}{'predicted':>14}{'measured':>14}{'error':>10}"
+    for key, name in (("seconds", "seconds a step"), ("device_bytes", "device"), ("host_bytes", "host")):
+        figure = found[key]
+        shown = [format_bytes(value) if key != "seconds" else f"{value:.3f} s"
+                 for value in (figure["predicted"], figure["measured"]) if value is not None]  # fmt: skip
+        last = shown[1] if len(shown) > 1 else "-"
+        error = "-" if figure["error"] is None else f"{100 * figure['error']:+.1f} %"
+        yield f"  {name:<16}{shown[0]:>14}{last:>14}{error:>10}"
 
 
 def _roofline(work: Found) -> Iterator[str]:
