@@ -30,8 +30,9 @@ def report_of(printed: str) -> dict[str, Any]:
     return found
 
 
-def test_the_report_adds_up() -> None:
+def test_the_report_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two works of one session: figures, lanes, peaks and the roofline, each from the others where it follows."""
+    monkeypatch.setenv(CACHE, str(tmp_path))  # no profile of this machine is there
     works = ("--work", "2x24", "--work", "2*1x16@1e-3")
     code, printed = headrace(*TINY, *works, "--placement", "host", "--json", "--threads", "1")
     assert code == 0, printed
