@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,8 @@ def test_the_table_the_reason_and_the_picture(tmp_path: Path) -> None:
     path = tmp_path / "plan.svg"
     text = run("plan", "1b", *DESKTOP, "--why", "--plot", str(path))
     assert "1b, 1.24 billion parameters, on RTX 3080 10GB (from data sheets)" in text
-    assert "full, 8-bit moments (planned)" in text
+    assert "full, 8-bit moments (planned)" in text and "\n(planned): not trained by Headrace yet" in text
+    assert "rows of 1024 tokens; blocks not compiled, as `headrace train` runs them unless told" in text
     assert "headrace train --model MODEL --data DATA --output RUN --batch" in text
     assert "headrace quantize MODEL MODEL-nf4 --codec nf4" in text
     assert "Why full, AdamW:" in text and "its end waits for" in text
@@ -196,6 +198,27 @@ def test_disks_and_slots_as_people_write_them() -> None:
     both = machine_room._disk("7/5GB/s,2TB")
     assert (both.read, both.write, both.free) == (7e9, 5e9, 2 * 10**12)
     assert machine_room._slot("gen4 x8") == machine_room._slot("4x8") == machine_room._slot("4.0x8") == (4, 8)
+
+
+def test_compiled_blocks_are_planned_for_when_asked() -> None:
+    """And then are what `headrace train` is told to run; they are what makes a step that compute bounds shorter."""
+    plain, compiled = (as_json("1b", *DESKTOP, "--batch", "4", *flags)["lora"] for flags in ([], ["--compile"]))
+    assert compiled["seconds_per_step"] < plain["seconds_per_step"]
+    assert "compile=true" in compiled["flags"] and "compile=true" not in plain["flags"]
+
+
+def test_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its device is the CPU: nothing is on a GPU, and what may be used of the RAM to compute bounds the plan."""
+    memory = replace(H200.memory, host_total=24 << 30, host_available=20 << 30)
+    cpu = replace(H200, kind="cpu", device="a CPU", memory=memory, measured="2026-11-30")
+    assert cpu.shared
+    monkeypatch.setattr("headrace.hardware.profile.profile_hardware", lambda *given, **named: cpu)
+    text = run("plan", "0.5b", "--batch", "1", "--device-memory", "1GiB")
+    assert "GPU" not in text and "on a CPU (measured): 18.0 GiB of RAM, 1.0 GiB of it to compute in, no disk" in text
+    assert "no disk (--disk-dir names one)" in text and "\ndevice: the part of the RAM that is computed in" in text
+    found = as_json("0.5b", "--batch", "1", "--device-memory", "1GiB")
+    assert all(each["device_bytes"] <= 1 << 30 for each in found.values() if each["fits"])
+    assert max(each["device_bytes"] or 0 for each in as_json("0.5b", "--batch", "1").values()) > 1 << 30
 
 
 def test_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

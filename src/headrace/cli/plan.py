@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.config import RunConfig
 from headrace.cli.exits import told
 from headrace.plan.shapes import SHAPES
 
@@ -30,6 +31,7 @@ class Request:
     sequence_length: int | None
     batch: int | None
     accumulation: int
+    compiled: bool
     endurance: str
     why: bool
     as_json: bool
@@ -84,6 +86,9 @@ def plan(
     accumulation: Annotated[
         int, typer.Option("--accumulation", min=1, help="Micro-batches in a step.")
     ] = 1,
+    compiled: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Plan for blocks that torch.compile has made faster.")
+    ] = RunConfig.model_fields["compile"].default,
     endurance: Annotated[
         str, typer.Option("--endurance", metavar="SIZE", help="Bytes that the disk is rated to be written with.")
     ] = "600TB",
@@ -111,7 +116,7 @@ def plan(
         code = run(
             Request(
                 model, gpu, ram, disk, pcie, ram_rate, disk_dir, device_memory, host_memory, sequence_length, batch,
-                accumulation, endurance, why, as_json, plot,
+                accumulation, compiled, endurance, why, as_json, plot,
             )
         )  # fmt: skip
     if code:

@@ -81,8 +81,8 @@ def budgets_of(profile: HardwareProfile, device: int | None = None, host: int | 
     memory = profile.memory
     room = int(memory.host_available * HOST_SHARE)
     card = None if profile.shared else int(memory.device_free * DEVICE_SHARE)
-    if card is not None and device is not None:
-        card = min(card, device)
+    if device is not None:
+        card = device if card is None else min(card, device)
     return Budgets(card, room if host is None else min(room, host), profile.disk.free if profile.disk else None,
                    profile.shared)  # fmt: skip
 

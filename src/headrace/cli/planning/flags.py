@@ -12,10 +12,10 @@ PACKED = "-nf4"
 """What `headrace quantize` writes beside the model."""
 
 
-def train_flags(found: Outlook, model: str, disk_dir: str, limits: dict[str, str]) -> list[str]:
+def train_flags(found: Outlook, model: str, disk_dir: str, limits: dict[str, str], compiled: bool) -> list[str]:
     """Words of the command line behind `headrace train`; none for what does not fit or is planned only.
 
-    `limits`: budgets that were asked for, by option.
+    `limits`: budgets that were asked for, by option. `compiled`: the blocks are to be.
     """
     choice = found.choice
     if choice is None or not found.mode.ready or (found.mode.adapters and "lora" not in RunConfig.model_fields):
@@ -38,6 +38,8 @@ def train_flags(found: Outlook, model: str, disk_dir: str, limits: dict[str, str
         settings["lora.r"] = str(RANK)
     elif found.mode.moments != "float32":
         settings["moments"] = found.mode.moments
+    if compiled != RunConfig.model_fields["compile"].default:
+        settings["compile"] = str(compiled).lower()
     if not found.clips:
         settings |= {"max_grad_norm": "null", "on_nonfinite": "stop"}
     words = []
@@ -55,11 +57,11 @@ def first_command(found: Outlook, model: str) -> str | None:
     return f"headrace quantize {model} {model}{PACKED} --codec nf4"
 
 
-def tiers_in_words(found: Outlook) -> str:
-    """Where weights and state live, as in "host, state on disk"."""
+def tiers_in_words(found: Outlook, gpu: bool) -> str:
+    """Where weights and state live, as in "RAM, state disk". Without a `gpu` what computes is in RAM too."""
     if found.choice is None:
         return "-"
-    names = {DEVICE: "GPU", HOST: "RAM", DISK: "disk", FILES: "files"}
+    names = {DEVICE: "GPU" if gpu else "RAM", HOST: "RAM", DISK: "disk", FILES: "files"}
     weights, state = found.choice.tiers
-    told = names[weights] if weights == state else f"{names[weights]}, state {names[state]}"
+    told = names[weights] if names[weights] == names[state] else f"{names[weights]}, state {names[state]}"
     return f"mostly {told}" if found.choice.mixed else told

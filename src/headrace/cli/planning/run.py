@@ -8,7 +8,6 @@ from typing import Any
 
 from headrace.base.errors import OptionError
 from headrace.base.units import parse_bytes
-from headrace.cli.config import RunConfig
 from headrace.cli.config_file import ConfigError
 from headrace.cli.plan import Request
 from headrace.cli.planning import told
@@ -35,7 +34,7 @@ def run(request: Request) -> int:
     if base.positions is not None and sequence > base.positions:
         raise ConfigError([f"--sequence-length = {sequence}: the model has {base.positions} positions"])
     profile = machine_of(request, measuring)
-    asked = Asked(sequence, request.batch, request.accumulation, _compiled())
+    asked = Asked(sequence, request.batch, request.accumulation, request.compiled)
     budgets = budgets_of(profile, sizes.get("device_memory"), sizes.get("host_memory"))
     found = outlooks(base, profile, budgets, asked)
     best = chosen(found)
@@ -54,11 +53,6 @@ def run(request: Request) -> int:
         drawn = best or next((each for each in found if each.fits), None)
         write_file(request.plot, picture(base.name, profile, budgets, drawn, found))
     return 0 if best is not None else 1
-
-
-def _compiled() -> bool:
-    """Whether `headrace train` compiles blocks unless told."""
-    return bool(RunConfig.model_fields["compile"].default)
 
 
 def _sizes(request: Request) -> dict[str, int]:
@@ -87,7 +81,7 @@ def _model_word(request: Request) -> str:
 def _flags(request: Request, found: Outlook) -> list[str]:
     limits = {name: value for name in ("device_memory", "host_memory") if (value := getattr(request, name)) is not None}
     folder = "DISK" if request.disk_dir is None else str(request.disk_dir)
-    return train_flags(found, _model_word(request), folder, limits)
+    return train_flags(found, _model_word(request), folder, limits, request.compiled)
 
 
 def _as_json(found: Outlook, flags: list[str]) -> dict[str, Any]:

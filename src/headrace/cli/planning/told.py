@@ -25,26 +25,39 @@ def table(
     base: Subject, profile: HardwareProfile, budgets: Budgets, asked: Asked, found: Sequence[Outlook], endurance: int
 ) -> str:
     """What is planned for, and one line for each way."""
-    room = "" if budgets.device is None else f"{format_bytes(budgets.device)} of its memory, "
-    disk = "no disk" if budgets.disk is None else f"{format_bytes(budgets.disk)} of disk"
+    room = f"{format_bytes(budgets.host)} of RAM"
+    if budgets.device is not None:
+        own = format_bytes(budgets.device)
+        room = f"{room}, {own} of it to compute in" if profile.shared else f"{own} of its memory, {room}"
+    flag = "--disk-dir" if profile.measured else "--disk"
+    disk = f"no disk ({flag} names one)" if budgets.disk is None else f"{format_bytes(budgets.disk)} of disk"
     source = "measured" if profile.measured else "from data sheets"
     heads = ("way", "fits", "context", "rows", "s/step", "tokens/day", "bound by", "weights", "device", "RAM", "disk",
              "saved", "written/day", "endures")  # fmt: skip
-    rows = [heads, *(_row(each, endurance, budgets.disk) for each in found)]
+    rows = [heads, *(_row(each, endurance, budgets.disk, not profile.shared) for each in found)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
     lines = [
-        f"{base.name}, {base.spec.parameters / 1e9:.2f} billion parameters, on {profile.device} ({source}): {room}"
-        f"{format_bytes(budgets.host)} of RAM, {disk}",
+        f"{base.name}, {base.spec.parameters / 1e9:.2f} billion parameters, on {profile.device} ({source}): {room}, "
+        f"{disk}",
         f"rows of {asked.sequence} tokens" + (f", {asked.micro_batches} micro-batches a step" if asked.micro_batches > 1
-                                              else ""), "",
+                                              else "") + f"; blocks {_compiled(asked)}", "",
     ]  # fmt: skip
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += ["", f"saved: {CHECKPOINTS} checkpoints of the exact state and the trained model, in the run's folder; "
               f"endures: a disk rated for {format_bytes(endurance)} of writes"]  # fmt: skip
+    if not all(each.mode.ready for each in found):
+        lines.append("(planned): not trained by Headrace yet; what it would take, to compare with")
+    if profile.shared:
+        lines.append("device: the part of the RAM that is computed in, which --device-memory bounds; RAM counts it too")
     return "\n".join(lines)
 
 
-def _row(each: Outlook, endurance: int, disk: int | None) -> tuple[str, ...]:
+def _compiled(asked: Asked) -> str:
+    """How blocks run, and how else they could."""
+    return "compiled" if asked.compiled else "not compiled, as `headrace train` runs them unless told (--compile)"
+
+
+def _row(each: Outlook, endurance: int, disk: int | None, gpu: bool) -> tuple[str, ...]:
     title = each.mode.title + ("" if each.mode.ready else " (planned)")
     choice = each.choice
     if choice is None:
@@ -59,7 +72,7 @@ def _row(each: Outlook, endurance: int, disk: int | None) -> tuple[str, ...]:
     return (
         title, fits, f"{each.max_context:,}", rows,
         f"{choice.step.seconds:.2f}", f"{each.tokens_per_day / 1e6:,.1f} M", LANES[choice.step.limiting],
-        tiers_in_words(each), format_bytes(choice.peaks.device_bytes), format_bytes(choice.peaks.host_bytes),
+        tiers_in_words(each, gpu), format_bytes(choice.peaks.device_bytes), format_bytes(choice.peaks.host_bytes),
         format_bytes(choice.peaks.disk_bytes) if choice.peaks.disk_bytes else "-", format_bytes(each.saved_bytes),
         format_bytes(written) if written else "-", _endures(endurance, written),
     )  # fmt: skip
