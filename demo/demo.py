@@ -41,7 +41,7 @@ def failures(streamed: dict[str, Any], plain: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     run("prepare")
-    print("demo: two steps of plain PyTorch, for comparison", flush=True)
+    print("demo: two steps of plain PyTorch, everything in RAM, for comparison", flush=True)
     plain = json.loads(run("plain", capture=True).splitlines()[-1])
     result = FOLDER / "streamed.json"
     result.unlink(missing_ok=True)

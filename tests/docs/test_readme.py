@@ -178,6 +178,11 @@ def test_commands_about_the_machine(folder: Path) -> None:
     assert "headrace train --model my-model" in printed["headrace plan my-model"]
 
 
+def test_torch_without_cuda_comes_from_where_the_set_up_takes_it() -> None:
+    (command,) = re.findall(r"`pip install torch --index-url (\S+)`", TEXTS["README"])
+    assert f"${{TORCH_INDEX:-{command}}}" in (ROOT / "scripts" / "setup").read_text(encoding="utf-8")
+
+
 def test_every_command_is_run() -> None:
     """No document has commands that the tests above leave out, and each command of the program is in one."""
     assert {name for name, commands in OURS.items() if commands} == {"README", "train", "adapters", "machine"}
