@@ -206,6 +206,16 @@ def test_add_rows(backend: str, dtype: torch.dtype) -> None:
     assert torch.equal(matrix, before)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_take_rows(backend: str, dtype: torch.dtype) -> None:
+    matrix, index = torch.randn(33, 7).to(dtype), torch.tensor([0, 32, 5, 5])
+    out = torch.empty(4, 7, dtype=dtype)
+    ops.take_rows_(out, matrix, index)
+    assert torch.equal(out, matrix[index])
+    with pytest.raises(OptionError, match="0 to 32"):
+        ops.take_rows_(out, matrix, torch.tensor([0, 33, 5, 5]))
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_add_rows_tells_of_infinite_rows(backend: str, value: float) -> None:
     rows = torch.ones(2, 5)

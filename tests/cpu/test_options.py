@@ -382,22 +382,6 @@ def test_groups_keep_their_decay_and_their_rate() -> None:
     headrace.session(ours).close()
 
 
-def test_two_models_share_a_folder(tmp_path: Path) -> None:
-    """Report 75: policy and reference model with the same disk_dir, one shape, different weights."""
-    one, two = toy(), toy()
-    with torch.no_grad():
-        two.blocks[0].up.weight.add_(1)
-    with (
-        streamed(one, adamw, placement=DISK, disk_dir=tmp_path) as (first, driver),
-        streamed(two, adamw, placement=DISK, disk_dir=tmp_path) as (second, _),
-    ):
-        before = weights(two)
-        toy_loss(first, batch()).backward()
-        driver.step()
-        assert_equal(weights(second), before)
-        assert not torch.equal(weights(first)["norm.weight"], weights(one)["norm.weight"])
-
-
 def test_an_unsupported_optimizer_names_the_supported_ones() -> None:
     model = toy()
     with pytest.raises(OptimizerError, match=r"supported: torch\.optim\.AdamW, Adam and SGD"):

@@ -1,4 +1,5 @@
-"""Public problem reports 68 and 70: what is saved of a model whose head and embedding are tied, or only said to be."""
+"""Public problem reports 68, 70 and 75: what is saved of a model whose head and embedding are tied or only said to be;
+two models in one folder."""
 
 from __future__ import annotations
 
@@ -13,7 +14,18 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import headrace
-from against_plain import adamw, assert_close, assert_equal, batch, hf_loss, llama, weights
+from against_plain import (
+    adamw,
+    assert_close,
+    assert_equal,
+    batch,
+    hf_loss,
+    llama,
+    streamed,
+    toy,
+    toy_loss,
+    weights,
+)
 from headrace.integrations.transformers import HeadraceTrainer
 from side_by_side import side_by_side
 from trainer_runs import trainer
@@ -130,3 +142,20 @@ def test_every_way_to_read_a_streamed_model_gives_all_of_it(dtype: torch.dtype, 
     assert torch.equal(vector, torch.cat([tensor.reshape(-1) for tensor in plain]))
     size = (tmp_path / "saved" / "model.safetensors").stat().st_size
     assert size - 10_000 < sum(tensor.nbytes for tensor in state.values()) < size
+
+
+def test_two_models_share_a_folder(tmp_path: Path) -> None:
+    """Report 75: policy and reference model with the same disk_dir, one shape, different weights."""
+    one, two = toy(), toy()
+    with torch.no_grad():
+        two.blocks[0].up.weight.add_(1)
+    disk = {"weights": "disk", "state": "disk"}
+    with (
+        streamed(one, adamw, placement=disk, disk_dir=tmp_path) as (first, driver),
+        streamed(two, adamw, placement=disk, disk_dir=tmp_path) as (second, _),
+    ):
+        before = weights(two)
+        toy_loss(first, batch()).backward()
+        driver.step()
+        assert_equal(weights(second), before)
+        assert not torch.equal(weights(first)["norm.weight"], weights(one)["norm.weight"])

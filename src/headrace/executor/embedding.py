@@ -15,6 +15,7 @@ from headrace.executor.passes import Pass
 from headrace.executor.row_gradients import copied
 from headrace.executor.stream import Stream
 from headrace.executor.window import meet
+from headrace.kernels import ops
 from headrace.model.anchor import Anchor
 from headrace.model.parked import leased
 from headrace.model.surroundings import Autocast
@@ -125,10 +126,10 @@ def _refuse(ids: Sequence[Tensor], count: int, name: str) -> None:
 def gather(regions: Regions, matrix_index: int, index: Tensor) -> Tensor:
     """Rows of a matrix on the device, (U, H), from wherever its tiles live. `index`: (U,) int64, sorted, on the CPU."""
     matrix = regions.spec.matrices[matrix_index]
-    on_device = all(regions.placement.weights[tile] == DEVICE for tile in matrix.tiles)
     out = torch.empty(index.numel(), matrix.columns, dtype=DTYPES[matrix.dtype], device=regions.device)
-    if on_device or "e0" not in regions.places:
+    if "e0" not in regions.places or all(_reached(regions, tile) for tile in matrix.tiles):
         _fill(regions, matrix, index, out)
+        _settled(copied(regions.device))  # what lives in host memory may be written from now on
         return out
     places = [regions.places[name].view(out.dtype) for name in ("e0", "e1")]
     free: list[torch.cuda.Event | None] = [None, None]
@@ -150,6 +151,14 @@ def _settled(event: torch.cuda.Event | None) -> None:
         event.synchronize()
 
 
+def _reached(regions: Regions, tile: int) -> bool:
+    """The device reads the tile's rows where they live."""
+    if regions.placement.weights[tile] == DEVICE:
+        return True
+    home = None if regions.placement.home(tile) == DISK else regions.home(tile, "weights")
+    return home is not None and ops.reaches(regions.device, home)
+
+
 def _fill(regions: Regions, matrix: Matrix, index: Tensor, out: Tensor) -> None:
     """The rows `index` of the matrix, into `out` beside them."""
     for tile in matrix.tiles:
@@ -167,7 +176,7 @@ def _fill(regions: Regions, matrix: Matrix, index: Tensor, out: Tensor) -> None:
         else:
             home = regions.home(tile, "weights")
             assert home is not None
-            torch.index_select(typed(home, regions.spec.units[tile].weights)[0], 0, local, out=rows)
+            ops.take_rows_(rows, typed(home, regions.spec.units[tile].weights)[0], local.to(rows.device))
 
 
 def _run(taken: TakenEmbedding, rows: Rows, weight: Tensor, positions: Tensor) -> Tensor:

@@ -45,14 +45,18 @@ class RowGradients:
             ledger.sparse[tile] = index
         elif left is not None:
             ledger.sparse[tile] = torch.cat([left, index]).unique()
-        for part, there in self._pieces(rows, total.device):
-            square += float(ops.add_rows_(total, index[part], there))
+        if ops.reaches(rows.device, total):
+            square += float(ops.add_rows_(total, index.to(rows.device), rows))
+            self._sent(index.numel() * total.shape[1] * total.itemsize if total.device != rows.device else 0)
+        else:
+            for part, there in self._pieces(rows, total.device):
+                square += float(ops.add_rows_(total, index[part], there))
         ledger.note_square(tile, max(square, 0.0) if first or known else None)
 
     def _pieces(self, rows: Tensor, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
         """Slices of the rows, and these rows on `device`; the next ones are on their way meanwhile."""
         places = [self._regions.places[name].view(rows.dtype) for name in ("e2", "e3") if name in self._regions.places]
-        if rows.device == device or not places:
+        if not places:
             yield slice(None), rows.to(device)
             return
         size, coming = places[0].numel() // rows.shape[1], deque[tuple[slice, Tensor, torch.cuda.Event | None]]()

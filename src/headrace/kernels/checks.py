@@ -54,18 +54,19 @@ def check_master(kernel: str, weight: Tensor, low: Tensor | None) -> tuple[torch
     return (expected,)
 
 
-def check_rows(kernel: str, matrix: Tensor, index: Tensor, rows: Tensor) -> None:
-    """Raise OptionError unless rows (U, H) fp32 can be added to matrix (V, H) at index (U,) int64."""
+def check_rows(kernel: str, matrix: Tensor, index: Tensor, rows: Tensor, dtype: torch.dtype) -> None:
+    """Raise OptionError unless rows (U, H) of this dtype fit matrix (V, H) at index (U,) int64."""
     if matrix.dim() != 2 or matrix.dtype not in FLOATS or not matrix.is_contiguous():
         _refuse(kernel, "matrix", f"shape {tuple(matrix.shape)}, dtype {_short(matrix.dtype)}",
                 "a contiguous bfloat16 or float32 matrix")  # fmt: skip
     if index.dim() != 1 or index.dtype != torch.int64 or not index.is_contiguous():
         _refuse(kernel, "index", f"shape {tuple(index.shape)}, dtype {_short(index.dtype)}", "a flat int64 tensor")
     wanted = (index.numel(), matrix.shape[1])
-    if tuple(rows.shape) != wanted or rows.dtype != torch.float32 or not rows.is_contiguous():
+    if tuple(rows.shape) != wanted or rows.dtype != dtype or not rows.is_contiguous():
         _refuse(kernel, "rows", f"shape {tuple(rows.shape)}, dtype {_short(rows.dtype)}",
-                f"contiguous float32 of shape {wanted}")  # fmt: skip
-    if not matrix.device == index.device == rows.device:
+                f"contiguous {_short(dtype)} of shape {wanted}")  # fmt: skip
+    reached = matrix.device == rows.device or (rows.is_cuda and matrix.is_pinned())
+    if not reached or index.device != rows.device:
         _refuse(kernel, "rows", f"devices {matrix.device}, {index.device}, {rows.device}", "one device for all")
     # On a GPU torch's own assertion looks at the values; reading them here would wait for it.
     if index.device.type == "cpu" and index.numel():

@@ -229,17 +229,32 @@ def join_master_(master: Tensor, hi: Tensor, low: Tensor) -> None:
     call("join_master_", hi.device, master, hi, low)
 
 
+def reaches(device: torch.device, matrix: Tensor) -> bool:
+    """Kernels on `device` can read and write the matrix: it is there, or in memory that is page-locked for CUDA."""
+    return matrix.device == device or (device.type == "cuda" and matrix.device.type == "cpu" and matrix.is_pinned())
+
+
+def take_rows_(
+    out: Tensor,  # (U, H) bf16 or fp32, contiguous, overwritten
+    matrix: Tensor,  # (V, H) of the same dtype, contiguous, on the device of `out` or where kernels there reach it
+    index: Tensor,  # (U,) int64, on the device of `out`
+) -> None:
+    """out = matrix[index]. Of a matrix in host memory only these rows cross the link."""
+    check_rows("take_rows_", matrix, index, out, matrix.dtype)
+    call("take_rows_", out.device, out, matrix, index)
+
+
 def add_rows_(
-    matrix: Tensor,  # (V, H) bf16 or fp32, contiguous, updated
-    index: Tensor,  # (U,) int64, each row at most once (not checked)
+    matrix: Tensor,  # (V, H) bf16 or fp32, contiguous, updated; where kernels on the device of `rows` reach it
+    index: Tensor,  # (U,) int64, each row at most once (not checked), on the device of `rows`
     rows: Tensor,  # (U, H) fp32, contiguous
 ) -> Tensor:
     """matrix[index] += rows, in fp32, rounded once to nearest even.
 
-    Returns by how much that changed the sum of squares of the matrix, 0-dim float64 on its device.
+    Returns by how much that changed the sum of squares of the matrix, 0-dim float64 on a device.
     """
-    check_rows("add_rows_", matrix, index, rows)
-    growth: Tensor = call("add_rows_", matrix.device, matrix, index, rows)
+    check_rows("add_rows_", matrix, index, rows, torch.float32)
+    growth: Tensor = call("add_rows_", rows.device, matrix, index, rows)
     return growth
 
 

@@ -16,7 +16,7 @@ from headrace.kernels.numba.packing import (
 )
 from headrace.kernels.numba.undo import adamw_finish_, adamw_logged_, adamw_undo_
 from headrace.kernels.numba.updates import adamw_, join_master_, sgd_, split_master_
-from headrace.kernels.reference import fold_logits_, logit_gradient_, nest_scales_
+from headrace.kernels.reference import fold_logits_, logit_gradient_, nest_scales_, take_rows_
 
 # On the CPU the matrix products take nearly all of the loss's time: its elementwise part stays with plain torch.
 __all__ = [
@@ -44,4 +44,5 @@ __all__ = [
     "sgd_",
     "split_master_",
     "sum_squares",
+    "take_rows_",
 ]

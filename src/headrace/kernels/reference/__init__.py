@@ -9,6 +9,7 @@ from headrace.kernels.reference.gradients import (
     add_rows_,
     round_squares_,
     sum_squares,
+    take_rows_,
 )
 from headrace.kernels.reference.packing import int8_decode_, int8_encode_, nest_scales_, nf4_decode_, nf4_encode_
 from headrace.kernels.reference.small_floats import decode_all_, fp8_decode_, fp8_encode_, nvfp4_decode_, nvfp4_encode_
@@ -40,4 +41,5 @@ __all__ = [
     "sgd_",
     "split_master_",
     "sum_squares",
+    "take_rows_",
 ]

@@ -47,8 +47,18 @@ def round_squares_(out: Tensor, total: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def take_rows_(out: Tensor, matrix: Tensor, index: Tensor) -> None:
+    """See `headrace.kernels.ops.take_rows_`."""
+    if matrix.device == out.device:
+        torch.index_select(matrix, 0, index, out=out)
+    else:
+        out.copy_(matrix.index_select(0, index.to(matrix.device)))
+
+
+@torch.no_grad()
 def add_rows_(matrix: Tensor, index: Tensor, rows: Tensor) -> Tensor:
     """See `headrace.kernels.ops.add_rows_`."""
+    index, rows = index.to(matrix.device), rows.to(matrix.device)
     growth = [torch.zeros((), dtype=torch.float64, device=matrix.device)]
     size = max(1, PIECE // max(1, matrix.shape[1]))
     for chosen, added in zip(index.split(size), rows.split(size), strict=True):

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from headrace.kernels.reference import add_rows_, fp8_encode_, int8_encode_, nest_scales_, nf4_encode_, nvfp4_encode_
+from headrace.kernels.reference import fp8_encode_, int8_encode_, nest_scales_, nf4_encode_, nvfp4_encode_
 from headrace.kernels.triton.cross_entropy import fold_logits_, logit_gradient_
-from headrace.kernels.triton.gradients import accumulate_, accumulate_squares_, round_squares_, sum_squares
+from headrace.kernels.triton.gradients import (
+    accumulate_,
+    accumulate_squares_,
+    add_rows_,
+    round_squares_,
+    sum_squares,
+    take_rows_,
+)
 from headrace.kernels.triton.packing import decode_all_
 from headrace.kernels.triton.updates import adamw_, join_master_, sgd_, split_master_
 
-# add_rows_ is three torch kernels on a few rows: nothing to gain here. Weights are packed once, and on the CPU.
+# Weights are packed once, and on the CPU.
 __all__ = [
     "accumulate_",
     "accumulate_squares_",
@@ -27,4 +34,5 @@ __all__ = [
     "sgd_",
     "split_master_",
     "sum_squares",
+    "take_rows_",
 ]

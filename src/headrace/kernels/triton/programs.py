@@ -138,6 +138,28 @@ def accumulate_squares(total, term, sums, n, OVERWRITE: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
+def take_rows(out, matrix, index, columns, BLOCK: tl.constexpr):
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < columns
+    source = tl.load(index + tl.program_id(0)) * columns + at
+    there = tl.program_id(0).to(tl.int64) * columns + at
+    tl.store(out + there, tl.load(matrix + source, mask=inside), mask=inside)
+
+
+@triton.jit
+def add_rows(rows, matrix, index, sums, columns, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < columns
+    target = tl.load(index + row) * columns + at
+    before = tl.load(matrix + target, mask=inside, other=0.0).to(tl.float32)
+    after = (before + tl.load(rows + row * columns + at, mask=inside, other=0.0)).to(matrix.dtype.element_ty)
+    tl.store(matrix + target, after, mask=inside)
+    old, new = before.to(tl.float64), after.to(tl.float32).to(tl.float64)
+    tl.store(sums + row * tl.num_programs(1) + tl.program_id(1), tl.sum(new * new - old * old, axis=0))
+
+
+@triton.jit
 def squares(x, sums, n, BLOCK: tl.constexpr):
     at = _offsets(BLOCK)
     wide = tl.load(x + at, mask=at < n, other=0.0).to(tl.float64)
