@@ -21,14 +21,14 @@ from typing import Any
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 STEPS = ("--steps", "6", "--warm-up", "8", "--no-rates", "--json")
 CASES = {
-    "full, RAM": "q4b --layers 12 --card 8GiB --placement host --work 8x1024 --work 32x1024@1e9 --work 4*8x1024",
-    "LoRA nf4": "q7b --layers 14 --card 10GiB --lora 16 --quantize nf4 --work 4x2048 --work 1x2048",
-    "full, resident": "q1.5b --card 80GiB --work 8x1024 --work 1x512",
-    "LoRA bf16, RAM": "q4b --layers 16 --card 8GiB --lora 16 --placement host --work 8x1024 --work 1x1024",
-    "full, no clipping": "q7b --layers 6 --card 8GiB --placement host --work 8x1024@none",
-    "full, 24 GiB, auto": "q4b --layers 18 --card 24GiB --set batch_shape=[16,1024] --work 16x1024",
-    "LoRA bf16, auto": "q4b --card 24GiB --lora 16 --set batch_shape=[4,2048] --work 4x2048",
-    "full, not compiled": "q1.5b --layers 14 --card 8GiB --placement host --no-compile --work 8x1024",
+    "full, RAM": "4b --layers 12 --card 8GiB --placement host --work 8x1024 --work 32x1024@1e9 --work 4*8x1024",
+    "LoRA nf4": "7b --layers 14 --card 10GiB --lora 16 --quantize nf4 --work 4x2048 --work 1x2048",
+    "full, resident": "1.5b --card 80GiB --work 8x1024 --work 1x512",
+    "LoRA bf16, RAM": "4b --layers 16 --card 8GiB --lora 16 --placement host --work 8x1024 --work 1x1024",
+    "full, no clipping": "7b --layers 6 --card 8GiB --placement host --work 8x1024@none",
+    "full, 24 GiB, auto": "4b --layers 18 --card 24GiB --set batch_shape=[16,1024] --work 16x1024",
+    "LoRA bf16, auto": "4b --card 24GiB --lora 16 --set batch_shape=[4,2048] --work 4x2048",
+    "full, not compiled": "1.5b --layers 14 --card 8GiB --placement host --no-compile --work 8x1024",
 }
 LONGEST = 150
 """Seconds of one case."""

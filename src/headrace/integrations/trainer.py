@@ -19,6 +19,7 @@ from headrace.base.errors import OptionError
 from headrace.executor.window import accumulate
 from headrace.integrations import trainer_checkpoint as checkpoint
 from headrace.integrations.trainer_arguments import Setup, check_model, differences, read_late, set_up
+from headrace.integrations.trainer_batches import batch_shape
 from headrace.integrations.trainer_log import GradNorm, Meter, logits_as_tensors, tell_placement
 from headrace.integrations.trainer_loss import StreamedLabelSmoother
 from headrace.integrations.trainer_record import RunRecorder
@@ -148,13 +149,27 @@ class StreamedTraining(_Base):
         if self.optimizer is None:
             self.create_optimizer()
         places = {"trace_dir": Path(str(self.args.output_dir)) / TRACES} if "trace" in self._setup.options else {}
-        wrapped, _ = wrap(model, self.optimizer, **{**places, **self._setup.options, **read_late(self.args)})
+        shape = self._batches()
+        known = {} if shape is None else {"batch_shape": shape}
+        wrapped, _ = wrap(model, self.optimizer, **{**places, **known, **self._setup.options, **read_late(self.args)})
         session = _session_of(model)
         assert session is not None
         for kind, text in self._setup.notes:
             session.events.add(kind, text, step=session.steps)
+        if shape is not None:
+            text = "the largest micro-batch, by arguments and rows: headrace={'batch_shape': ...} says another"
+            session.events.add("batch", text, rows=shape[0], tokens=shape[1])
         self._begin(session)
         return wrapped
+
+    def _batches(self) -> tuple[int, int] | None:
+        """The option batch_shape, where arguments and rows say it and the user does not."""
+        if "batch_shape" in self._setup.options:
+            return None
+        config: Any = getattr(self.model, "config", None)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        positions = getattr(text, "max_position_embeddings", None)
+        return batch_shape(self.args, self.train_dataset, self.data_collator, positions)
 
     def _begin(self, session: Session) -> None:
         """Tell accelerate that all is prepared: it would copy the optimizer's whole state, and move the model."""
