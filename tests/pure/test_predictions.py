@@ -7,17 +7,19 @@ from dataclasses import replace
 import pytest
 
 from headrace.plan import updates
+from headrace.plan.cards import card_named, machine
 from headrace.plan.cost import Costs
 from headrace.plan.decide import plan
 from headrace.plan.memory import peaks
-from headrace.plan.modes import adapters
+from headrace.plan.modes import adapters, full
 from headrace.plan.place import Budgets
 from headrace.plan.search import Wanted
 from headrace.plan.shapes import SHAPES, subject_of
 from headrace.plan.step import programs, simulated
 from headrace.plan.subject import Subject, Work
 from headrace.schedule.check import check
-from headrace.spec.placement import DEVICE, HOST, Placement
+from headrace.spec.hardware import HardwareProfile
+from headrace.spec.placement import DEVICE, HOST, SEND, Placement
 from recorded import GIB, H200, RUNS, Run, copies_wait
 
 
@@ -124,3 +126,24 @@ def test_bytes_that_a_step_moves() -> None:
     assert moved["h2d"] == pytest.approx(17_016_382_464, rel=2e-3), "as the recorded run has it"
     rows = 7967 / 8192 * costs.row_gradient_bytes  # of random ids so many are different
     assert moved["d2h"] + rows == pytest.approx(9_636_468_992, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["8b", "70b in four bits"])
+@pytest.mark.parametrize("rates", [H200, machine(card_named("RTX 3080 10GB"), 64 * GIB, pcie=(4, 8))], ids=["H200", "3080"])
+def test_sparse_checkpoints_could_win_nothing_over_inputs_in_host_memory(name: str, rates: HardwareProfile) -> None:
+    """A step whose inputs all cross the link is as fast as one whose inputs take no time and no memory, which is more
+    than any checkpoint of every k-th block gives; what it would add is a forward more of almost all blocks."""
+    base = subject_of(name.split()[0], SHAPES[name.split()[0]])
+    model = full(base) if name == "8b" else adapters(base, "nf4")
+    for work in (Work(1, 512), Work(32, 1024, at_once=8)):
+        tiers = {"weights": HOST, "state": HOST}
+        wanted = Wanted(tiers, None, activations=SEND, update="host")  # type: ignore[arg-type]
+        found = plan(model, Budgets(None, 2000 * GIB, None, False), wanted, rates, work)
+        subject, sent = found.choice.subject, found.placement
+        costs = Costs(subject, sent, work, rates)
+        free = simulated(Costs(subject, replace(sent, activations=()), work, rates)).seconds
+        lost = simulated(costs).seconds - free
+        assert lost <= 0.015 * free
+        ops = programs(subject, sent, True, False, 1)[0][0].ops
+        again = sum(costs.taken(op).seconds for op in ops if op.verb == "FORWARD" and op.unit >= 0)
+        assert work.tokens < 8192 or again > 0.15 * free > 10 * lost
