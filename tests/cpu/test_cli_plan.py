@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from functools import lru_cache
@@ -71,6 +72,14 @@ def test_what_does_not_fit_is_told_by_how_much() -> None:
     assert not any(each["fits"] for each in none.values())
     text = run("plan", "70b", "--gpu", "3050", "--ram", "16GB", "--why", code=1)
     assert "of host memory short" in text and "lacks least" in text
+    (name,) = re.findall(r"The largest shape that fits instead is (\w+): QLoRA", text)
+    assert as_json(name, "--gpu", "RTX 3050 8GB", "--ram", "16GB")["qlora"]["fits"]
+
+
+def test_limits_that_were_asked_for_hold_for_upgrades_too() -> None:
+    """No RAM and no card makes a model fit into 1 KiB."""
+    text = run("plan", "0.5b", *DESKTOP, "--device-memory", "1KiB", "--why", code=1)
+    assert "No shape that is known fits" in text and "no single upgrade would make it fit" in text
 
 
 def test_a_disk_without_room_for_checkpoints_is_told() -> None:

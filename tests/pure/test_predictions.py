@@ -129,7 +129,9 @@ def test_bytes_that_a_step_moves() -> None:
 
 
 @pytest.mark.parametrize("name", ["8b", "70b in four bits"])
-@pytest.mark.parametrize("rates", [H200, machine(card_named("RTX 3080 10GB"), 64 * GIB, pcie=(4, 8))], ids=["H200", "3080"])
+@pytest.mark.parametrize(
+    "rates", [H200, machine(card_named("RTX 3080 10GB"), 64 * GIB, pcie=(4, 8))], ids=["H200", "3080"]
+)
 def test_sparse_checkpoints_could_win_nothing_over_inputs_in_host_memory(name: str, rates: HardwareProfile) -> None:
     """A step whose inputs all cross the link is as fast as one whose inputs take no time and no memory, which is more
     than any checkpoint of every k-th block gives; what it would add is a forward more of almost all blocks."""

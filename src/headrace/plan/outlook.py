@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from headrace.plan.modes import MODES, Mode
 from headrace.plan.place import Budgets
 from headrace.plan.search import BATCHES, Choice, Search, Wanted
+from headrace.plan.shapes import SHAPES, subject_of
 from headrace.plan.subject import Subject, Work
 from headrace.spec.hardware import HardwareProfile
 from headrace.spec.placement import DEVICE, DISK
@@ -115,6 +116,21 @@ def chosen(found: Sequence[Outlook]) -> Outlook | None:
     return next((each for each in found if each.fits and each.mode.ready), None)
 
 
+def largest(
+    base: Subject, profile: HardwareProfile, budgets: Budgets, asked: Asked, modes: Sequence[Mode] = MODES
+) -> tuple[str, Mode] | None:
+    """The largest shape below `base` that Headrace trains on this machine in some way, and the first such way."""
+    smaller = [subject_of(name, shape) for name, shape in SHAPES.items() if shape.like]
+    smaller = [model for model in smaller if model.spec.parameters < base.spec.parameters]
+    work = Work(asked.rows or 1, asked.sequence, asked.micro_batches)
+    for model in sorted(smaller, key=lambda model: -model.spec.parameters):
+        for mode in modes:
+            wanted = Wanted(compiled=asked.compiled, extra_host=mode.extra(model))
+            if mode.ready and Search(mode.subject(model), profile, budgets, wanted).fits(work):
+                return model.name, mode
+    return None
+
+
 @dataclass(frozen=True)
 class Upgrade:
     """One thing more for the machine, and what it would change."""
@@ -129,8 +145,12 @@ FASTER = 1.2
 """What an upgrade has to give to be named."""
 
 
-def upgrades(mode: Mode, base: Subject, profile: HardwareProfile, asked: Asked, now: Outlook) -> Upgrade | None:
-    """The cheapest that helps: more RAM, then a faster disk, then a wider link, then a card with more memory."""
+def upgrades(
+    mode: Mode, base: Subject, profile: HardwareProfile, asked: Asked, now: Outlook, device: int | None = None,
+    host: int | None = None,
+) -> Upgrade | None:  # fmt: skip
+    """The cheapest that helps: more RAM, then a faster disk, then a wider link, then a card with more memory. A run
+    takes at most `device` and `host` bytes of it all the same."""
     memory, link = profile.memory, profile.link
     more = replace(memory, host_total=2 * memory.host_total, host_available=memory.host_available + memory.host_total)
     listed = [(f"twice the RAM ({2 * memory.host_total / 1e9:.0f} GB)", replace(profile, memory=more))]
@@ -147,7 +167,7 @@ def upgrades(mode: Mode, base: Subject, profile: HardwareProfile, asked: Asked, 
         listed.append((f"a card with twice the memory ({2 * memory.device_total / 2**30:.0f} GiB)",
                        replace(profile, memory=room)))  # fmt: skip
     for what, better in listed:
-        then = outlook(mode, base, better, budgets_of(better), asked)
+        then = outlook(mode, base, better, budgets_of(better, device, host), asked)
         if then.choice is None:
             continue
         if now.choice is None:

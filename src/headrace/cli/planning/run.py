@@ -17,7 +17,7 @@ from headrace.cli.planning.model import subject_named
 from headrace.cli.planning.picture import picture
 from headrace.cli.profile import measuring
 from headrace.files.atomic import write_file
-from headrace.plan.outlook import Asked, Outlook, budgets_of, chosen, outlooks, upgrades
+from headrace.plan.outlook import Asked, Outlook, budgets_of, chosen, largest, outlooks, upgrades
 from headrace.plan.shapes import shape_named
 
 USUAL_ROW = 1024
@@ -35,7 +35,8 @@ def run(request: Request) -> int:
         raise ConfigError([f"--sequence-length = {sequence}: the model has {base.positions} positions"])
     profile = machine_of(request, measuring)
     asked = Asked(sequence, request.batch, request.accumulation, request.compiled)
-    budgets = budgets_of(profile, sizes.get("device_memory"), sizes.get("host_memory"))
+    limits = sizes.get("device_memory"), sizes.get("host_memory")
+    budgets = budgets_of(profile, *limits)
     found = outlooks(base, profile, budgets, asked)
     best = chosen(found)
     flags = [_flags(request, each) for each in found]
@@ -45,9 +46,11 @@ def run(request: Request) -> int:
         print(told.table(base, profile, budgets, asked, found, sizes["endurance"]))
         name = _model_word(request)
         print(told.commands(found, [shlex.join(words) for words in flags], name))
+        if best is None:
+            print(told.instead(largest(base, profile, budgets, asked), asked))
     if request.why and not request.as_json:
         shown = best or min(found, key=lambda each: each.shortfall)
-        better = upgrades(shown.mode, base, profile, asked, shown)
+        better = upgrades(shown.mode, base, profile, asked, shown, *limits)
         print(told.why(shown, profile, budgets, better))
     if request.plot is not None:
         drawn = best or next((each for each in found if each.fits), None)

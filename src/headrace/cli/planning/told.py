@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from headrace.base.units import format_bytes
 from headrace.cli.planning.flags import first_command, tiers_in_words
 from headrace.plan.cards import CARDS
+from headrace.plan.modes import Mode
 from headrace.plan.outlook import CHECKPOINTS, DAY, Asked, Outlook, Upgrade
 from headrace.plan.place import Budgets
 from headrace.plan.subject import Subject
@@ -96,6 +97,14 @@ def commands(found: Sequence[Outlook], flags: Sequence[str], model: str) -> str:
     return "\n".join(lines or ["", "Nothing of this fits that Headrace trains today; --why tells what would help."])
 
 
+def instead(smaller: tuple[str, Mode] | None, asked: Asked) -> str:
+    """What fits where the model does not in any way."""
+    if smaller is None:
+        return f"No shape that is known fits in any way with rows of {asked.sequence} tokens."
+    name, mode = smaller
+    return f"The largest shape that fits instead is {name}: {mode.title}."
+
+
 def why(shown: Outlook, profile: HardwareProfile, budgets: Budgets, better: Upgrade | None) -> str:
     """The chosen way with its numbers, and the cheapest upgrade."""
     lines = ["", f"Why {shown.mode.title}:"]
@@ -122,7 +131,7 @@ def why(shown: Outlook, profile: HardwareProfile, budgets: Budgets, better: Upgr
                                                          if seconds >= 0.01 * step.seconds))  # fmt: skip
         lines.append(f"  {shown.tokens_per_day / DAY:,.0f} tokens a second")
     if better is None:
-        lines.append("  no single upgrade would make it a fifth faster")
+        lines.append("  no single upgrade would make it " + ("a fifth faster" if choice is not None else "fit"))
     elif better.outlook.choice is not None:
         then = better.outlook.choice
         gain = "then it fits" if not better.gain else f"{better.gain:.2f} times as fast"
