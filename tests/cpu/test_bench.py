@@ -133,6 +133,7 @@ def test_flags_must_match() -> None:
 def test_the_usual_work_of_a_cpu_is_small_and_told() -> None:
     code, printed = headrace(*TINY, "--no-rates")
     assert code == 0, printed
+    assert printed.count("tiny, 2.23 million parameters, bfloat16") == 1
     assert "no --work given: 2x128@1, the usual one of this device" in printed
     assert "2x128@1: 256 tokens a step" in printed
 

@@ -98,10 +98,12 @@ def test_only_adapters_train_and_stay_on_the_device(
     given = config(world, tmp_path / "out", {"r": 2}, steps=2, warmup=None)
     code, printed = headrace(*given)
     assert code == 0 and "nothing of these blocks is sent" in printed
-    assert not [warning for warning in recwarn if warning.category is FutureWarning]
     assert "  lora: {r: 2}  (" in printed and "layers.*.mlp.{gate_proj,up_proj,down_proj}.{lora_A,lora_B}." in printed
     assert not (tmp_path / "out" / "model.safetensors").exists()
     assert (tmp_path / "out" / "tokenizer_config.json").exists()
+    assert headrace("sample", str(tmp_path / "out"), "a b", "--max-new-tokens", "2")[0] == 0
+    assert headrace("merge", str(world[0]), str(tmp_path / "out"), str(tmp_path / "merged"))[0] == 0
+    assert not [warning for warning in recwarn if "gradient_checkpointing" in str(warning.message)]
     code, printed = headrace(*given)
     assert code == 2 and "holds a run already" in printed
     code, printed = headrace(*arguments(tmp_path / "out", world[1], tmp_path / "more"))

@@ -1,4 +1,4 @@
-"""Byte counts as people write and read them."""
+"""Byte counts as people write and read them, and counts of parameters."""
 
 from __future__ import annotations
 
@@ -42,3 +42,8 @@ def format_bytes(count: int | float) -> str:
             return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def format_count(count: int) -> str:
+    """Parameters for people: `8_030_000_000` -> "8.03 billion", `163_000` -> "0.163 million"."""
+    return f"{count / 1e9:.2f} billion" if count >= 10**8 else f"{count / 1e6:.3g} million"

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from headrace.base.errors import ModelError
 from headrace.base.events import EventLog
+from headrace.base.extras import quiet_peft
 from headrace.checkpoint.export import save_pretrained
 from headrace.checkpoint.packed import save_quantised
 from headrace.files.safetensors import TensorReader
@@ -184,7 +185,8 @@ def _adapted(base: str, adapter: Path) -> nn.Module:
     # peft asks for state dicts to learn names: with the parameters themselves in them, nothing is read.
     plain.state_dict = lambda *given, **named: type(plain).state_dict(plain, *given, **{**named, "keep_vars": True})
     try:
-        model = peft.PeftModel.from_pretrained(plain, adapter, torch_device="cpu")
+        with quiet_peft():
+            model = peft.PeftModel.from_pretrained(plain, adapter, torch_device="cpu")
     except (RuntimeError, ValueError) as error:
         raise _of_another_base(base, adapter, " ".join(str(error).split())[:300]) from error
     state = peft.get_peft_model_state_dict(model, save_embedding_layers=False)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import ModelError
+from headrace.base.extras import quiet_peft
 
 CONFIG = "adapter_config.json"
 """What tells a folder of adapters."""
@@ -18,10 +18,8 @@ def is_adapter(folder: Path) -> bool:
 
 
 def with_fresh_adapters(model: Any, given: Any, **options: Any) -> Any:
-    """What peft's `get_peft_model` makes of the model with the configuration `given`, and nothing printed."""
-    with warnings.catch_warnings():
-        # It asks for an attribute whose name transformers has changed; whoever trains can do nothing about that.
-        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+    """What peft's `get_peft_model` makes of the model with the configuration `given`."""
+    with quiet_peft():
         return peft_library().get_peft_model(model, given, **options)
 
 

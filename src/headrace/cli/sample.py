@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from headrace.base.errors import ModelError, OptionError
+from headrace.base.extras import quiet_peft
 from headrace.base.units import format_bytes
 from headrace.cli.adapters import CONFIG, is_adapter, peft_library
 from headrace.cli.progress import waiting_on
@@ -41,7 +42,8 @@ def sample(folder: str, prompt: str, *, max_new_tokens: int, temperature: float,
                 read_header(path)  # says of a damaged file what is wrong with it
         model = _loaded(AutoModelForCausalLM, folder if base is None else base, dtype="auto")
         if base is not None:
-            model = _loaded(peft_library().PeftModel, folder, model=model)
+            with quiet_peft():
+                model = _loaded(peft_library().PeftModel, folder, model=model)
         model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     torch.manual_seed(seed)
     drawn = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from headrace.base.units import format_bytes
+from headrace.base.units import format_bytes, format_count
 
 Found = Mapping[str, Any]
 _UNITS = {"B": ("GB", 1e9), "weights": ("million weights", 1e6), "FLOP": ("TFLOP", 1e12)}
@@ -14,7 +14,7 @@ _UNITS = {"B": ("GB", 1e9), "weights": ("million weights", 1e6), "FLOP": ("TFLOP
 def told(report: Found) -> Iterator[str]:
     """The lines."""
     machine = report["machine"]
-    size = f", {report['parameters'] / 1e9:.3g} billion parameters" if "parameters" in report else ""
+    size = f", {format_count(report['parameters'])} parameters" if "parameters" in report else ""
     size += f", LoRA of rank {report['lora']}" if report["lora"] else ""
     compiled = "compiled" if report["compile"] else "not compiled"
     card = f" as a card of {format_bytes(report['card'])}" if report["card"] else ""

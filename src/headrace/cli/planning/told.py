@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.base.units import format_bytes
+from headrace.base.units import format_bytes, format_count
 from headrace.cli.planning.flags import first_command, tiers_in_words
 from headrace.plan.cards import CARDS
 from headrace.plan.modes import Mode
@@ -38,7 +38,7 @@ def table(
     rows = [heads, *(_row(each, endurance, budgets.disk, not profile.shared) for each in found)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
     lines = [
-        f"{base.name}, {base.spec.parameters / 1e9:.2f} billion parameters, on {profile.device} ({source}): {room}, "
+        f"{base.name}, {format_count(base.spec.parameters)} parameters, on {profile.device} ({source}): {room}, "
         f"{disk}",
         f"rows of {asked.sequence} tokens" + (f", {asked.micro_batches} micro-batches a step" if asked.micro_batches > 1
                                               else "") + f"; blocks {_compiled(asked)}", "",
