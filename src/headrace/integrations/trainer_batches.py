@@ -52,13 +52,14 @@ def longest_row(dataset: Any) -> int | None:
     datasets = sys.modules.get("datasets")
     if datasets is None or not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
         return None
-    import pyarrow
-    import pyarrow.compute as compute
+    import pyarrow  # datasets brings it
+    import pyarrow.compute
 
-    column = dataset.data.column(ROWS) if ROWS in dataset.column_names else None
-    if column is None or not (pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type)):
+    column, types = dataset.data.column(ROWS) if ROWS in dataset.column_names else None, pyarrow.types
+    if column is None or not (types.is_list(column.type) or types.is_large_list(column.type)):
         return None
-    found = compute.max(compute.list_value_length(column)).as_py()  # also of rows that a selection leaves out
+    lengths = pyarrow.compute.list_value_length(column)  # also of rows that a selection leaves out
+    found = pyarrow.compute.max(lengths).as_py()
     return None if found is None else int(found)
 
 
