@@ -99,17 +99,19 @@ def streamed(
         return train_streamed(model, driver, FAMILIES[family], look=look, move=mover(device))
 
 
-CHOICES = pairwise({**AXES, "placement": (*PLACEMENTS, ("disk", "host"))})
+CHOICES = pairwise({**AXES, "placement": (*PLACEMENTS, ("disk", "host")), "way": tuple(WAYS)})
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: str(case(dict(choice))))
-def test_equals_plain_training_with_the_decoded_weights(
-    choice: dict[str, Any], way: str, device: str, tmp_path: Path
-) -> None:
-    """Every pair of window, rows, recompute, placement, lanes, clipping, optimizer and place of inputs; four steps with
-    single batches, several backward calls and a window. Overlapped equals inline in every bit."""
-    chosen = case(dict(choice))
+def named(choice: dict[str, Any]) -> str:
+    return f"{choice['way']} {case({name: value for name, value in choice.items() if name != 'way'})}"
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=named)
+def test_equals_plain_training_with_the_decoded_weights(choice: dict[str, Any], device: str, tmp_path: Path) -> None:
+    """Every pair of window, rows, recompute, placement, lanes, clipping, optimizer, place of inputs and what is frozen;
+    four steps with single batches, several backward calls and a window. Overlapped equals inline in every bit."""
+    options = dict(choice)
+    way, chosen = options.pop("way"), case(options)
     precision = every("nf4")
     inline = streamed("llama", way, precision, replace(chosen, overlap=False), tmp_path, device)
     check(inline, plain("llama", way, precision, chosen.optimizer, chosen.clip, device))
