@@ -206,7 +206,7 @@ def test_add_rows(backend: str, dtype: torch.dtype) -> None:
     assert torch.equal(matrix, before)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16, torch.float64])
 def test_take_rows(backend: str, dtype: torch.dtype) -> None:
     matrix, index = torch.randn(33, 7).to(dtype), torch.tensor([0, 32, 5, 5])
     out = torch.empty(4, 7, dtype=dtype)

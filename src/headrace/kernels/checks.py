@@ -54,11 +54,13 @@ def check_master(kernel: str, weight: Tensor, low: Tensor | None) -> tuple[torch
     return (expected,)
 
 
-def check_rows(kernel: str, matrix: Tensor, index: Tensor, rows: Tensor, dtype: torch.dtype) -> None:
-    """Raise OptionError unless rows (U, H) of this dtype fit matrix (V, H) at index (U,) int64."""
-    if matrix.dim() != 2 or matrix.dtype not in FLOATS or not matrix.is_contiguous():
+def check_rows(
+    kernel: str, matrix: Tensor, dtypes: tuple[torch.dtype, ...], index: Tensor, rows: Tensor, dtype: torch.dtype
+) -> None:
+    """Raise OptionError unless rows (U, H) of `dtype` fit matrix (V, H) of one of `dtypes` at index (U,) int64."""
+    if matrix.dim() != 2 or matrix.dtype not in dtypes or not matrix.is_contiguous():
         _refuse(kernel, "matrix", f"shape {tuple(matrix.shape)}, dtype {_short(matrix.dtype)}",
-                "a contiguous bfloat16 or float32 matrix")  # fmt: skip
+                f"a contiguous {' or '.join(map(_short, dtypes))} matrix")  # fmt: skip
     if index.dim() != 1 or index.dtype != torch.int64 or not index.is_contiguous():
         _refuse(kernel, "index", f"shape {tuple(index.shape)}, dtype {_short(index.dtype)}", "a flat int64 tensor")
     wanted = (index.numel(), matrix.shape[1])

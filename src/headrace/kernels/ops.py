@@ -235,12 +235,12 @@ def reaches(device: torch.device, matrix: Tensor) -> bool:
 
 
 def take_rows_(
-    out: Tensor,  # (U, H) bf16 or fp32, contiguous, overwritten
+    out: Tensor,  # (U, H) contiguous, overwritten
     matrix: Tensor,  # (V, H) of the same dtype, contiguous, on the device of `out` or where kernels there reach it
     index: Tensor,  # (U,) int64, on the device of `out`
 ) -> None:
     """out = matrix[index]. Of a matrix in host memory only these rows cross the link."""
-    check_rows("take_rows_", matrix, index, out, matrix.dtype)
+    check_rows("take_rows_", matrix, (out.dtype,), index, out, out.dtype)
     call("take_rows_", out.device, out, matrix, index)
 
 
@@ -253,7 +253,7 @@ def add_rows_(
 
     Returns by how much that changed the sum of squares of the matrix, 0-dim float64 on a device.
     """
-    check_rows("add_rows_", matrix, index, rows, torch.float32)
+    check_rows("add_rows_", matrix, FLOATS, index, rows, torch.float32)
     growth: Tensor = call("add_rows_", rows.device, matrix, index, rows)
     return growth
 
