@@ -135,26 +135,42 @@ def test_fewer_but_longer_rows_are_tried_too(counted: list[int]) -> None:
 
 
 class Short:
-    """A block's MLP runs out of memory for more than so many rows."""
+    """The second block's MLP runs out of memory for more than so many rows, in the forward."""
 
-    def __init__(
-        self, model: Any, most: int, monkeypatch: pytest.MonkeyPatch, backward: bool = False, block: int = 1
-    ) -> None:
+    def __init__(self, model: Any, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.most, self.asked, self.on = most, list[int](), True
         blocks: Any = model.model.layers if hasattr(model, "model") else model.transformer.h
-        mlp = blocks[block].mlp
+        mlp = blocks[1].mlp
         original = mlp.forward
 
         def forward(x: Tensor) -> Tensor:
             self.asked.append(len(x))
             in_backward = torch._C._current_graph_task_id() != -1
-            if self.on and len(x) > self.most and in_backward == backward:
+            if self.on and len(x) > self.most and not in_backward:
                 torch.rand(3)  # what was drawn before the failure is drawn again
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
             result: Tensor = original(x)
             return result
 
         monkeypatch.setattr(mlp, "forward", forward)
+
+
+class Elsewhere:
+    """A backward runs out of memory just before that of a block, as long as more than so many rows pass at a time."""
+
+    def __init__(self, model: Any, most: int, block: int) -> None:
+        self.on, stream = True, headrace.session(model)._stream
+
+        def fails(gradient: Tensor) -> None:
+            if self.on and (stream.rows or len(gradient)) > most:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+        def watch(module: Any, given: Any) -> None:
+            if given[0].requires_grad:
+                given[0].register_hook(fails)
+
+        behind = [*model.model.layers, model.model.norm][block + 1]
+        behind.register_forward_pre_hook(watch)
 
 
 @pytest.fixture(autouse=True)
@@ -264,7 +280,7 @@ def test_a_step_runs_again_when_its_backward_ran_out(
     other = adamw(reference)
     place = {"weights": "host", "state": "host"}
     with streamed(plain, adamw, max_grad_norm=1e9, placement=place, **options) as (ours, optimizer):
-        short = Short(ours, 3, monkeypatch, backward=True, block=block)
+        short = Elsewhere(ours, 3, block)
         for step in range(6):
             short.on = step >= 3
             parts = [batch(rows, 9, seed=step + rows, vocabulary=257) for rows in (7, 2)]
@@ -325,11 +341,11 @@ def test_nothing_keeps_what_a_failed_attempt_has_computed(micro_batches: int) ->
 
 
 @pytest.mark.parametrize("options", [{"rows": 7}, {"accumulation": 1, "on_nonfinite": "stop"}], ids=str)
-def test_a_step_that_cannot_be_repeated_says_so(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+def test_a_step_that_cannot_be_repeated_says_so(options: dict[str, Any]) -> None:
     """Rows that were asked for; updates that were made. Where none was, the session goes on."""
     plain = llama(3)
     with streamed(plain, adamw, **options) as (ours, optimizer):
-        short = Short(ours, 3, monkeypatch, backward=True)
+        short = Elsewhere(ours, 3, block=0)
         for micro_batches in (1, 2):
             with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
                 repeated(ours, [batch(7, 9, vocabulary=257)] * micro_batches)

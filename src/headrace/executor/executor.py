@@ -148,6 +148,15 @@ class Executor:
         if error is not None:
             raise error
 
+    def quiet(self) -> None:
+        """Wait until nothing is under way. Raises the first error that is met, and leaves it to whoever else looks."""
+        self._settle()
+        with self._lock:
+            waiting = [*self._unwatched, *self._tokens.values()]
+        for done in waiting:
+            with contextlib.suppress(Cancelled):
+                done.wait()
+
     def recover(self) -> None:
         """Wait for all work under way, whatever becomes of it, and forget what failed: nothing waits for that again."""
         for done in [*self._tokens.values(), *self._unwatched]:

@@ -30,6 +30,10 @@ class Sink:
         self._regions, self._ledger, self._before_rest = regions, ledger, before_rest
         self._targets: dict[int, Tensor] = {}
         self._taken: set[int] = set()
+        self._sums: set[int] = set()
+        """Those of `_taken` that hold gradients of earlier visits."""
+        self.mixed = False
+        """The visit that collects, or was the last to, has added gradients to some that were there before."""
         self._rest: dict[int, tuple[int, Tensor]] = {}
         self._ignoring = False
         trained = (entry for _, _, entry in regions.spec.pieces() if entry.trainable)
@@ -63,6 +67,7 @@ class Sink:
     def add_rest(self, parameter: nn.Parameter, grad: Tensor) -> None:
         """Add to the gradient of a resident parameter."""
         number, view = self._rest[id(parameter)]
+        self.mixed = True
         if not any(self.rest_present):
             self._before_rest(self._rest_unit.index)
         if self.rest_present[number]:
@@ -107,6 +112,7 @@ class Sink:
                 )
             return
         if key in self._taken:
+            self.mixed = self.mixed or key in self._sums
             _add(target, grad)
         else:
             target.copy_(grad)
@@ -123,6 +129,7 @@ class Sink:
         goal = _Goal(self._regions, self._ledger, unit, place, runs)
         self._targets = {id(p): view for p, view in zip(trained, goal.views, strict=True)}
         self._taken = {id(p) for p, keep in zip(trained, goal.adding, strict=True) if keep}
+        self._sums, self.mixed = set(self._taken), False
         try:
             yield lambda: goal.close([id(p) in self._taken for p in trained])
         finally:

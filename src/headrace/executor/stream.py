@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,9 +19,9 @@ from torch import Tensor
 
 from headrace.base.errors import StepError
 from headrace.base.events import EventLog
-from headrace.base.units import format_bytes
 from headrace.executor.actions import Actions
 from headrace.executor.executor import Executor, Walk
+from headrace.executor.gradient_places import make_places
 from headrace.executor.inputs import InputStore, SavedInput
 from headrace.executor.passes import Pass, Saved, ShiftedInputs, frozen
 from headrace.executor.root import Roots
@@ -51,6 +50,7 @@ class Stream:
         self.regions = regions
         self.executor, self.actions, self.inputs, self.sink = executor, actions, inputs, sink
         self.device, self.rows, self.events = regions.device, rows, events
+        self.evaluated_rows: int | None = None  # those that pass at a time without gradients, where not all fit
         self.roots = Roots()
         executor.settle = weakref.WeakMethod(self.settle)
         self.slots: tuple[int | None, ...] = (None,) * regions.placement.slots
@@ -63,6 +63,8 @@ class Stream:
         """Where the backward visit under way puts its gradients: a gradient slot, or "" for the unit's own region."""
         self.trial: Callable[..., bool] = lambda *given: False  # see model.visit.Stream
         self.survives: Callable[..., bool] = lambda *given: False  # so too
+        self.recovers: Callable[..., bool] = lambda *given: False  # so too
+        self.divides: Callable[..., bool] = lambda *given: False  # so too
         self.witness: Callable[..., None] = lambda *given: None  # so too
         self.begun: Callable[[], None] = lambda: None
         """Called at a backward's first visit, before gradients are added."""
@@ -91,6 +93,11 @@ class Stream:
     @property
     def placement(self) -> Placement:
         return self.regions.placement
+
+    @property
+    def mixed(self) -> bool:
+        """See model.visit.Stream."""
+        return self.sink.mixed
 
     def predicted(self, training: bool) -> list[Visit]:
         """The visits that the next pass is expected to make."""
@@ -190,10 +197,21 @@ class Stream:
         except BaseException:
             self.abandon()
             raise
+        if self._walk is not walk:  # it was interrupted: what stands for this visit is all that it has issued
+            for token in op.gives:
+                self.executor.publish(token)
+            return
         walk.leave()
         if walk.expected is None:
             walk.finish()
             self.slots, self._walk = walk.program.slots_after, None
+
+    def interrupt(self) -> None:
+        """Nothing is under way any more but the forward visit that computes, if one does; its pass goes on from there
+        with another program. Slots may change."""
+        if self._walk is not None:
+            self._abandon_walk()
+        self.slots = (None,) * self.placement.slots
 
     def _region(self, place: str, unit: int, kind: str) -> Tensor:
         if kind == ROWS:
@@ -301,8 +319,7 @@ class Stream:
         self.backward_of = pass_
         visits = pass_.visits[: number + 1]
         if self.weights_wanted:
-            self._hold(visits)
-            self._widen(visits)
+            make_places(self, visits, early=self._early_notes is not None)
         spec = self.spec if self.weights_wanted else frozen(self.spec)
         units = [unit.index for unit in self.spec.units if unit.kind in (BLOCK, TILE)]
         early = [unit for unit in units if unit not in self.placement.late] if self._early_notes is not None else ()
@@ -313,30 +330,6 @@ class Stream:
         notes = {"inputs": pass_.inputs, **(self._early_notes or guess)}
         self._walk = self.executor.start(program, notes)
         return self._walk
-
-    def _widen(self, visits: Sequence[Visit]) -> None:
-        """Gradients are about to be added to 16-bit ones: from now on these units' sums are kept in fp32."""
-        counts = Counter(unit for visit in visits if visit.grad for unit in build.contributes(self.spec, visit))
-        again = [unit for unit, count in counts.items() if count > 1 or unit in self.held]
-        narrow = [unit for unit in again if build.sums_narrow(self.spec.units[unit])]
-        if not narrow:
-            return
-        # Updates under way still read the gradients where they are now.
-        self.executor.wait(*(f"{token}:u{unit}" for unit in narrow for token in ("grads", "updated")))
-        size = self.regions.widen(narrow)
-        self.events.add("widen", "several gradients of a block add up before step(): they are summed in fp32 from now "
-                        "on; headrace.accumulate needs none of it", bytes=format_bytes(size))  # fmt: skip
-
-    def _hold(self, visits: Sequence[Visit]) -> None:
-        """Gradients that no update of this pass uses at once need a place each."""
-        if not self.placement.ring:
-            return
-        units = [visit.unit for visit in visits if visit.kind == BLOCK and visit.grad]
-        if self._early_notes is not None and len(units) == len(set(units)) and not self.held.intersection(units):
-            return
-        size = self.regions.hold()
-        self.events.add("hold", "gradients of a backward without updates: each block keeps its own from now; declare "
-                        "accumulation as it is to save this", bytes=format_bytes(size))  # fmt: skip
 
     def note(self, number: int, value: Any) -> None:
         """Tell the ops that follow a backward visit what it produced."""

@@ -21,6 +21,7 @@ from headrace.loss.tiled import HeadSpec, LowRank, reduce_losses
 from headrace.model.caches import cache_class, check_caches
 from headrace.model.calls import Call
 from headrace.model.containers import containers, write_back
+from headrace.model.fitting import evaluated, fitted
 from headrace.model.own_hooks import Uncopied
 from headrace.model.parked import is_parked, whole_value
 from headrace.model.side import guard_changes, tensor_attributes
@@ -111,13 +112,37 @@ class TakenBlock(Taken):
 
     def _run_all(self, calls: list[tuple[contextvars.Context, tuple[Any, ...], dict[str, Any], Autocast]]) -> list[Any]:
         """Without gradients: the original forward of each call, in its thread's context, on one load."""
+        with self.stream.forward(self.block.unit, BLOCK, False, False) as region:
+            return [self._run_plainly(region, *call) for call in calls]
+
+    def _run_plainly(
+        self, region: Tensor, context: contextvars.Context, args: tuple[Any, ...], kwargs: dict[str, Any],
+        autocast: Autocast,
+    ) -> Any:  # fmt: skip
         stream, block = self.stream, self.block
-        with stream.forward(block.unit, BLOCK, False, False) as region:
-            results = []
-            for context, args, kwargs, autocast in calls:
-                with stream.pointed(block, region, autocast), autocast():
-                    results.append(context.run(block.original, *args, **kwargs))
-            return results
+
+        def run() -> Any:
+            with stream.pointed(block, region, autocast), autocast():
+                return context.run(block.original, *args, **kwargs)
+
+        batch = context.run(current_batch)
+
+        def by_rows() -> Any:
+            call = Call(args, kwargs, batch)
+            visit = BlockVisit(stream, block, [call])
+            visit.autocast, visit.keeps, visit.needs_grad = autocast, False, False
+            before, stream.rows = stream.rows, stream.evaluated_rows or stream.rows
+            try:
+                with stream.pointed(block, region, autocast):
+                    tensors = call.packed.tensors
+                    results = context.run(fitted, visit, tensors)
+                    visit.write_back(tensors, results)
+            finally:
+                stream.evaluated_rows, stream.rows = stream.rows, before
+            return context.run(_finisher(call, tuple(results)))
+
+        divided = stream.evaluated_rows is not None and (batch or 0) > stream.evaluated_rows
+        return evaluated(stream, block, (args, kwargs), run, by_rows, divided)
 
     def _visit_all(self, calls: list[Call]) -> list[Callable[[], Any]]:
         """One visit for these calls. What it gives each caller finishes the call in the caller's own thread."""

@@ -2,7 +2,8 @@
 
 The first training visit of a block is one, and each later one of a batch so much larger that the bound of the last, in
 proportion, is beyond the budget. Where a batch does not fit, fewer of its rows pass a block at a time from then on,
-unless the option `rows` has said how many.
+unless the option `rows` has said how many. Blocks that live on the device without having been asked to leave it before
+that, where this is enough: it changes no bit.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from headrace.base.errors import PlanError
 from headrace.base.events import EventLog
 from headrace.base.units import format_bytes
 from headrace.executor.head import LOGITS_AT_ONCE
+from headrace.executor.moving import Moving
 from headrace.executor.sink import Sink
 from headrace.executor.stream import Stream
 from headrace.model.surroundings import RandomState
 from headrace.model.visit import BlockVisit
-from headrace.spec.model import BLOCK, ModelSpec
+from headrace.plan.summary import counted
+from headrace.spec.model import BLOCK, REST, ModelSpec
 from headrace.spec.placement import KEEP, RECOMPUTE, SEND, Placement
 from headrace.store.regions import Regions
 
@@ -30,6 +33,8 @@ LOGIT_BYTES = 14
 """Working memory of the loss for each logit of a tile by chunk in plain torch; leaner kernels take no more."""
 WINDOW_BUFFERS = 6
 """Hidden states of the whole window that the outer forward and the graph hold at a time."""
+SHARE = 0.25
+"""Part of all that may leave the device that does when nobody knows how much memory is lacking."""
 
 
 class Rehearsed(Protocol):
@@ -60,6 +65,8 @@ class Trial:
     """A batch that does not fit is noticed before it is trained on."""
     divides: bool = True
     """Rows of a batch may pass a block one part after the other."""
+    moving: Moving | None = None
+    """Lets blocks leave the device."""
     guard: Rehearsed | None = None
     guard_bytes: int = 0
     """What its check takes beyond a visit of the block."""
@@ -83,6 +90,8 @@ class Trial:
         hidden, part = largest * len(visit.calls), largest * self._now(visit) // _rows(visit)
         if self._fits(hidden, part):
             return False
+        unit = visit.block.unit
+        self._make_room(self._expected(hidden, part), unit, "a batch larger than those before would not fit")
         base = allocated(device)
         random = RandomState.now(device)
         loss = _loss_bytes(visit.stream.spec, hidden)
@@ -114,6 +123,12 @@ class Trial:
                         block=format_bytes(work), allocated=format_bytes(base))  # fmt: skip
         if self.budget is None or self.bound <= self.budget:
             return False
+        freed = self._make_room(bound, unit, "with them a step would not fit")
+        if freed:
+            self.bound, self._base = bound - freed, base - freed
+            self.events.add("memory", f"device memory stays below {format_bytes(self.bound)}",
+                            allocated=format_bytes(self._base))  # fmt: skip
+            return False
         fitting = self._fitting(visit, work, loss, hidden)
         if fitting and self._lower(visit, fitting):
             text = f"{fitting} of {_rows(visit)} pass a block at a time: with more a step would not fit"
@@ -121,23 +136,52 @@ class Trial:
             return True
         refusal = self._refusal(visit, fitting, work, loss, hidden)
         self.bound = None
+        if not visit.block.buffers.change and self._move(self._most(unit), "with them not even a row would fit", unit):
+            return True
         raise refusal
+
+    def _make_room(self, expected: int, unit: int, why: str) -> int:
+        """Where more is expected than may be used, blocks leave the device; `unit` computes and stays. Returns the
+        bytes that this has freed."""
+        if self.budget is None or expected <= self.budget:
+            return 0
+        return self._move(expected - self.budget, why, unit, needed=format_bytes(expected),
+                          allowed=format_bytes(self.budget))  # fmt: skip
+
+    def _most(self, stay: int | None) -> int:
+        return 0 if self.moving is None else self.moving.most(stay)
+
+    def _move(self, need: int, why: str, stay: int | None, **numbers: object) -> int:
+        """The bytes that were freed, at least `need`; 0 where that cannot be."""
+        freed = 0 if self.moving is None or need < 1 else self.moving.free(need, why, stay, **numbers)
+        if freed and self.regions.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.regions.device)  # what was there before is no measure any more
+        return freed
+
+    def _expected(self, hidden: int, part: int) -> int:
+        """The bound in proportion for hidden states of so many bytes, `part` of them at a time; 0: none is known."""
+        if self.bound is None:
+            return 0
+        grown = max(1.0, hidden / max(1, self._hidden), part / max(1, self._part))
+        return self._base + int((self.bound - self._base) * grown)
 
     def _fits(self, hidden: int, part: int) -> bool:
         """Whether the bound holds for hidden states of so many bytes, `part` of them at a time, in proportion where
         they are more than before: fewer rows may be longer."""
-        grown = max(hidden / max(1, self._hidden), part / max(1, self._part))
-        if self.bound is None or grown <= 1:
-            return self.bound is not None
-        bound = self._base + int((self.bound - self._base) * grown)
-        if self.budget is not None and bound > self.budget:
+        bound = self._expected(hidden, part)
+        if self.bound is None or (bound > self.bound and self.budget is not None and bound > self.budget):
             return False
         self.bound, self._hidden, self._part = bound, max(hidden, self._hidden), max(part, self._part)
         return True
 
     def survives(self, visit: BlockVisit, reason: str) -> bool:
-        """After the device had no memory for a visit's forward: half as many rows pass a block at a time from now on.
-        False where that cannot be."""
+        """After the device had no memory for a visit's forward: blocks leave the device, or half as many rows pass a
+        block at a time from now on. False where neither can be."""
+        if visit.block.buffers.change:
+            return False
+        if self._moved(reason, visit.block.unit):
+            return True
         now = self._now(visit)
         if not self._lower(visit, now // 2):
             return False
@@ -152,8 +196,10 @@ class Trial:
             ways = tuple(SEND if way == KEEP else way for way in before.activations)
             self.regions.placement, self.bound = replace(before, activations=ways), None
             self.events.add("out of memory", "activations are recomputed, not kept: the device ran out of memory",
-                            kept=before.activations.count(KEEP), said=" ".join(reason.split()[:40]))  # fmt: skip
+                            kept=before.activations.count(KEEP), said=_said(reason))  # fmt: skip
             torch.cuda.empty_cache()
+            return True
+        if self._moved(reason):
             return True
         now = min(stream.rows or self.largest, self.largest)
         if not self.divides or now < 2:
@@ -163,9 +209,44 @@ class Trial:
         torch.cuda.empty_cache()
         return True
 
+    def recovers(self, reason: str, stay: int | None = None) -> bool:
+        """After the device had no memory for a visit's backward, of which nothing was kept, or for a call of the unit
+        `stay` without gradients: blocks leave the device. False where none can."""
+        return self._moved(reason, stay)
+
+    def lowers(self, visit: BlockVisit, reason: str) -> bool:
+        """The same where none can: half as many rows pass a block at a time from now on, in this backward too. False
+        where that cannot be."""
+        now = max(last - first for call in visit.calls for first, last in
+                  (part.bounds or (0, call.batch or 1) for part in call.slices))  # fmt: skip
+        if visit.stream.rows is not None and visit.stream.rows < now:  # as blocks after it had to be divided already
+            return True
+        if not self._lower(visit, now // 2):
+            return False
+        self._told(now, now // 2, reason)
+        return True
+
+    def _moved(self, reason: str, stay: int | None = None) -> bool:
+        """A part of the blocks that may have left the device because it ran out of memory: nobody knows how much is
+        lacking, and there may be another time."""
+        freed = self._move(int(SHARE * self._most(stay)), "it ran out of memory", stay, said=_said(reason))
+        if freed:
+            self.bound = None
+        return bool(freed)
+
+    @property
+    def advice(self) -> str:
+        """What the user can do where the device has no memory for a step."""
+        placement, units = self.regions.placement, self.regions.spec.units
+        there = [unit for unit in units if unit.kind != REST and not placement.streams(unit.index)]
+        text = "Use shorter sequences, a smaller batch, or more device_memory"
+        if self.moving is None and there:
+            text += f"; placement='auto' lets {counted(there)} leave the device, which placement= keeps there"
+        return text if self.divides else f"{text}; without rows= fewer pass a block at a time"
+
     def _told(self, before: int, after: int, reason: str) -> None:
         text = f"{after} rows pass a block at a time, not {before}: the device ran out of memory"
-        self.events.add("out of memory", text, said=" ".join(reason.split()[:40]))
+        self.events.add("out of memory", text, said=_said(reason))
 
     def _lower(self, visit: BlockVisit, rows: int) -> bool:
         """Let fewer rows pass at a time; False where the block cannot be divided, or has changed what it keeps."""
@@ -213,7 +294,7 @@ class Trial:
         return waiting(after)
 
     def _refusal(self, visit: BlockVisit, fitting: int, work: int, loss: int, hidden: int) -> PlanError:
-        advice = "Use shorter sequences, a smaller batch, a smaller window, or more device_memory"
+        advice = f"{self.advice}, or a smaller window"
         if fitting and not self.divides:
             advice = f"Use rows={fitting}: so many rows of the batch at once fit"
         if self.guard_bytes:
@@ -246,6 +327,10 @@ def _loss_bytes(spec: ModelSpec, hidden: int) -> int:
         widened = max(widened, tile.wide_weights.nbytes if wide else 0)
     # The gradient of the hidden states adds up in fp32.
     return min(most if heads else LOGITS_AT_ONCE, LOGITS_AT_ONCE) * LOGIT_BYTES + 2 * hidden + widened
+
+
+def _said(reason: str) -> str:
+    return " ".join(reason.split()[:40])
 
 
 def _rows(visit: BlockVisit) -> int:

@@ -1,8 +1,13 @@
-"""Key-value caches among a block's arguments: none while gradients are on, for a recompute would fill them again."""
+"""Key-value caches among a block's arguments: none while gradients are on, for a recompute would fill them again.
+
+Without gradients they stay; what a call that failed has put into them is taken out before it runs again.
+"""
 
 from __future__ import annotations
 
 from typing import Any
+
+from torch import Tensor
 
 from headrace.base.errors import ModelError
 from headrace.model import containers
@@ -38,3 +43,47 @@ def check_caches(args: tuple[Any, ...], kwargs: dict[str, Any], cache: type | No
         return args, kwargs
     result: tuple[Any, Any] = containers.transform((args, kwargs), leaf)
     return result
+
+
+class CacheMarks:
+    """What the caches among a call's arguments hold now."""
+
+    def __init__(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        cache = cache_class()
+        waiting = [] if cache is None else [item for item in containers.leaves(given) if isinstance(item, cache)]
+        self.any = bool(waiting)
+        """There are some."""
+        self._spaces: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._lists: list[tuple[list[Any], list[Any]]] = []
+        self._versions: list[tuple[Tensor, int | None]] = []
+        seen = set[int]()
+        while waiting:
+            part = waiting.pop()
+            if id(part) in seen or not hasattr(part, "__dict__"):
+                continue
+            seen.add(id(part))
+            self._spaces.append((vars(part), dict(vars(part))))
+            for value in vars(part).values():
+                if isinstance(value, Tensor):
+                    self._versions.append((value, _version(value)))
+                elif isinstance(value, list):
+                    self._lists.append((value, list(value)))
+                    waiting += value
+                elif cache is not None and isinstance(value, cache):
+                    waiting.append(value)
+
+    def restore(self) -> bool:
+        """Let them hold it again. False where that cannot be, because tensors were written in place."""
+        if any(version is None or _version(tensor) != version for tensor, version in self._versions):
+            return False
+        for space, values in self._spaces:
+            space.clear()
+            space.update(values)
+        for found, items in self._lists:
+            found[:] = items
+        return True
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often it was written; None where torch does not count."""
+    return None if tensor.is_inference() else tensor._version

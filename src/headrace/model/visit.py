@@ -20,9 +20,9 @@ from torch.autograd.function import once_differentiable
 from headrace.base.errors import StepError
 from headrace.model import containers, rows
 from headrace.model.anchor import Anchor
-from headrace.model.calls import Call, Slice
+from headrace.model.calls import Call, Slice, refuse_unseen
 from headrace.model.containers import Packed
-from headrace.model.fitting import fitted
+from headrace.model.fitting import differentiated, fitted
 from headrace.model.handles import passing_graph, refusing_reentrant, weights_as_handles
 from headrace.model.surroundings import Autocast, Buffers, RandomState, Surroundings, recording
 from headrace.spec.model import ModelSpec
@@ -73,6 +73,10 @@ class Stream(Protocol):
     """Called inside the lease of each forward, to bound the device's peak. True: run it again, with fewer rows."""
     survives: Callable[[BlockVisit, str], bool]
     """The same after the device had no memory for it, and why."""
+    recovers: Callable[..., bool]
+    """Given why a backward, or a call of a unit without gradients, had no memory, and that unit. True: run it again."""
+    divides: Callable[[BlockVisit, str], bool]
+    """Given such a backward and why. True: run it again with no more than `rows` at a time."""
     witness: Callable[[BlockVisit, Sequence[Tensor], Sequence[bool], Sequence[Tensor | None]], None]
     """Called inside the lease of each backward, with what `BlockVisit.backward` was given."""
 
@@ -81,6 +85,10 @@ class Stream(Protocol):
 
     @property
     def placement(self) -> Placement: ...
+
+    @property
+    def mixed(self) -> bool:
+        """A backward visit that failed has added gradients to some that were there before."""
 
     def leased(self, visit: BlockVisit, backward: bool) -> contextlib.AbstractContextManager[None]:
         """The block's parameters point at its weights inside; gradients are collected in a backward."""
@@ -115,6 +123,8 @@ class BlockVisit:
         """Its node will be part of a graph."""
         self.weights_wanted = True
         """Its weights get gradients from the backward under way."""
+        self.draws = False
+        """Its backward cannot be divided."""
         self.number = -1
         """Its position in the pass, given by the executor."""
         self.saved: Any = None
@@ -136,7 +146,7 @@ class BlockVisit:
         return results
 
     def _forward_call(self, call: Call, tensors: list[Tensor]) -> list[Tensor]:
-        call.plan = self._plan(call, tensors)
+        call.plan = self.plan(call, tensors)
         step, bounds = self.stream.rows or 0, list[tuple[int, int] | None]([None])
         if call.plan and call.batch:
             bounds = [(a, min(a + step, call.batch)) for a in range(0, call.batch, step)]
@@ -203,7 +213,7 @@ class BlockVisit:
         copies = [tensor.clone() for tensor in inputs]
         product = self._run(call, copies, self.block.run)
         if self.block.inputs_change is None:
-            _refuse_unseen(self.block.name, inputs, copies, product)
+            refuse_unseen(self.block.name, inputs, copies, product)
             self.block.inputs_change = bool(product.written)
             if self.block.inputs_change:
                 text = f"{self.block.name} writes into its arguments; it is given copies"
@@ -228,7 +238,8 @@ class BlockVisit:
         product.returned = {place: index for index, place in places.items() if index not in changed}
         return product
 
-    def _plan(self, call: Call, tensors: list[Tensor]) -> rows.RowPlan | None:
+    def plan(self, call: Call, tensors: list[Tensor]) -> rows.RowPlan | None:
+        """Which dimensions hold the rows; None where not more than `Stream.rows` come, or no test has found them."""
         if not self.stream.rows or not call.batch or call.batch <= self.stream.rows:
             return None
         shapes = tuple((tuple(t.shape), t.dtype) for t in tensors)
@@ -329,7 +340,11 @@ class BlockVisit:
         leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
         with torch.enable_grad(), slice_.surroundings.again(self.stream.device, self.block.buffers):
             arguments = [leaf.clone() for leaf in leaves] if self.block.inputs_change else leaves
-            return leaves, self._run(call, arguments, run).tensors
+            outputs = self._run(call, arguments, run).tensors
+            self.draws = slice_.part and slice_.surroundings.random.changed(self.stream.device)
+        if self.draws:
+            raise torch.OutOfMemoryError(f"{self.block.name} draws random numbers: fewer rows would draw others")
+        return leaves, outputs
 
     def graphs(self, tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[object]:
         """What the visit would keep instead of recomputing it, alive for as long as the result is. Of a compiled block
@@ -342,17 +357,6 @@ class BlockVisit:
                 found += [self._again(call, slice_, *given, self.block.original) for slice_ in call.slices]
                 start += count
         return found
-
-
-def _refuse_unseen(name: str, inputs: list[Tensor], copies: list[Tensor], product: Packed) -> None:
-    """Raise for a write that no version counter has counted: later calls would not notice it."""
-    for index, (before, after) in enumerate(zip(inputs, copies, strict=True)):
-        if index not in product.written and not torch.equal(before.nan_to_num(), after.nan_to_num()):
-            raise StepError(
-                f"{name} writes into an argument through .data",
-                f"a tensor of shape {tuple(before.shape)}, whose version counter does not count it",
-                "Write x.mul_(0.5) instead of x.data.mul_(0.5)",
-            )
 
 
 def _keeps_graph() -> bool:
@@ -382,10 +386,7 @@ class VisitFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         visit: BlockVisit = ctx.visit
         saved = ctx.saved_tensors  # before the lease: a checkpoint runs its forward again for them, visits and all
-        with visit.stream.leased(visit, backward=True):
-            tensors = visit.stream.fetch(visit, saved)
-            found = visit.backward(tensors, ctx.needs_input_grad[2:], grads)
-            visit.stream.witness(visit, tensors, ctx.needs_input_grad[2:], grads)
+        found = differentiated(visit, saved, ctx.needs_input_grad[2:], grads)
         if not _keeps_graph():
             visit.stream.let_go(visit)
         return (None, None, *found)

@@ -16,6 +16,7 @@ from headrace.base.events import EventLog
 from headrace.executor.actions import Actions
 from headrace.executor.executor import Executor
 from headrace.executor.interrupts import uninterrupted
+from headrace.executor.moving import Moving
 from headrace.executor.passes import Pass
 from headrace.executor.stream import Stream
 from headrace.executor.taken import Taken
@@ -86,7 +87,9 @@ class Session:
         self._adapting = Adapting(stream.regions, self._executor.seconds, events, options.update == "auto")
         self._trial = Trial(budgets.device, stream.sink, stream.regions, events, adapts=options.activations == "auto",
                             checks=options.check_memory, divides=options.rows is None)  # fmt: skip
-        stream.trial, stream.survives = self._trial, self._trial.survives
+        self._trial.moving = Moving(stream) if options.placement == "auto" else None
+        stream.trial, stream.survives, stream.recovers = self._trial, self._trial.survives, self._trial.recovers
+        stream.divides = self._trial.lowers
         self.guard: ParityGuard | None = None
         """What `guard_every` asks for; its `checks` are the last comparisons."""
         if options.guard_every:

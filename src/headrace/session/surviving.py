@@ -1,4 +1,4 @@
-"""A training loop's step that ran out of device memory runs again, with fewer rows at a time."""
+"""A training loop's step that ran out of device memory runs again, with less on the device or fewer rows at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from headrace.session.session import Session
 
 def surviving(session: Session, step: Callable[[], Tensor]) -> Tensor:
     """`step()`, which runs forwards and their backward. When the device has no memory for it, nothing of it is left,
-    half as many rows pass a block at a time from then on, and it runs again from the same random state.
+    blocks leave the device or half as many rows pass a block at a time from then on, and it runs again from the same
+    random state.
 
     Raises torch.OutOfMemoryError where that cannot be: a row is alone already, the option `rows` has said how many,
     updates were made inside the backward already, the model has changed its buffers, or an earlier backward has left
@@ -31,7 +32,7 @@ def surviving(session: Session, step: Callable[[], Tensor]) -> Tensor:
         stream.abandon()  # updates that were only queued are none
         final = earlier or stream.updated or session.broken or _changed(session, buffers)
         if final or not trial.halve(stream, reason):
-            raise torch.OutOfMemoryError(reason)
+            raise torch.OutOfMemoryError(f"{reason} {trial.advice}")
         session.wait()  # guesses are taken back
         stream.begin_step()
         session.zero_grad()

@@ -115,7 +115,7 @@ def _from_files(files: FileWeights, unit: int, nbytes: int) -> Tensor:
 
 
 def _tier_of(regions: Regions, memory: Tensor) -> str:
-    for tier, arena in ((DEVICE, regions.device_arena), (HOST, regions.host_arena)):
+    for tier, arena in regions.arenas():
         start = arena.buffer.data_ptr()
         if memory.device == arena.device and start <= memory.data_ptr() < start + arena.nbytes:
             return tier

@@ -260,7 +260,7 @@ def _open(
     """Everything that is open for a model; `failed` takes what must be undone, last first, when wrap fails."""
     placement = decided.placement
     regions = Regions(anatomy.spec, placement, device, Path(options.disk_dir) if options.disk_dir else None, events,
-                      budgets.host, in_files.pieces(anatomy))  # fmt: skip
+                      budgets.host, in_files.pieces(anatomy), moves=options.placement == "auto")  # fmt: skip
     failed.callback(regions.close)
     _set_threads(options, device, events)
     _tell_kernels(device, events)

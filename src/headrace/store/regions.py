@@ -6,9 +6,10 @@ A region is a flat uint8 tensor; `typed` gives a unit's tensors as views of one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 
@@ -19,28 +20,14 @@ from headrace.base.errors import PlanError
 from headrace.base.events import EventLog
 from headrace.base.units import format_bytes
 from headrace.codec.entries import unpack_into, unpacking
-from headrace.spec.footprint import (
-    ROW_PIECES,
-    Footprint,
-    decoded_bytes,
-    footprint,
-    guard_bytes,
-    log_place_bytes,
-    needs_total,
-    passes_device,
-    piece_bytes,
-    ring_bytes,
-    round_up,
-    row_piece_bytes,
-    stage_bytes,
-    total_bytes,
-)
+from headrace.spec.footprint import Footprint, footprint, round_up
 from headrace.spec.layout import Layout
 from headrace.spec.model import REST, ModelSpec, Unit
-from headrace.spec.placement import DEVICE, DISK, Placement
+from headrace.spec.placement import DEVICE, DISK, HOST, Placement
 from headrace.store.disk import DiskFile
 from headrace.store.files import FileWeights, Piece
-from headrace.store.memory import DeviceArena, HostArena
+from headrace.store.memory import Arena, DeviceArena, HostArena
+from headrace.store.places import places_of
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -64,19 +51,27 @@ class Regions:
     def __init__(
         self, spec: ModelSpec, placement: Placement, device: torch.device, disk_dir: Path | None,
         events: EventLog, host_budget: int | None = None,
-        pieces: Mapping[int, tuple[Piece, ...]] = MappingProxyType({}),
+        pieces: Mapping[int, tuple[Piece, ...]] = MappingProxyType({}), moves: bool = False,
     ) -> None:  # fmt: skip
         """`host_budget`: most bytes of RAM that the session may use; None: no limit. `pieces`: where the weights of
-        units lie that are in the model's files; used for those whose home is the disk."""
-        self._opened, self._host_budget = footprint(spec, placement), host_budget
+        units lie that are in the model's files; used for those whose home is the disk. `moves`: units that live on the
+        device may leave it, and so have arenas of their own there."""
+        self._opened, self._host_budget, self._moves = footprint(spec, placement), host_budget, moves
         self.others: Callable[[], int] = lambda: 0
         """Bytes of RAM that the session uses beside these regions."""
         self.spec, self.placement, self.device = spec, placement, device
         self._pin = device.type == "cuda"
-        self._homes: dict[tuple[int, str], Tensor] = {}
-        self._copies: dict[int, Tensor] = {}
+        self.homes: dict[tuple[int, str], Tensor] = {}
+        self.copies: dict[int, Tensor] = {}
         self._extents: dict[tuple[int, str], int] = {}
-        self._extra: dict[str, list[HostArena]] = {"grads": [], "weights": []}
+        self._extra: dict[str, list[HostArena]] = {}
+        """Host memory on top of what was planned, by what it is for."""
+        self.near: dict[tuple[int, str], DeviceArena] = {}
+        """Arenas of units that may leave the device, by unit and region."""
+        self.grown: dict[str, DeviceArena] = {}
+        """Places on the device that have grown since."""
+        self.device_change: Counter[str] = Counter()
+        """Bytes of the device by region, since it was planned."""
         self.files = FileWeights({u: found for u, found in pieces.items() if placement.home(u) == DISK})
         """Weights on disk that are the model's own files."""
         self._computing: dict[tuple[int, int], tuple[list[Tensor], list[Callable[[], None]]]] = {}
@@ -90,7 +85,9 @@ class Regions:
         device_parts: list[tuple[Callable[[Tensor], None], int]] = []
         host_parts: list[tuple[Callable[[Tensor], None], int]] = []
         disk_bytes = self._plan_homes(device_parts, host_parts)
-        self._plan_places(device_parts, host_parts)
+        for place in places_of(spec, placement):
+            parts = device_parts if place.tier == DEVICE else host_parts
+            parts.append((_keeper(self.places, place.name), place.nbytes))
         self.disk = (
             DiskFile.create(disk_dir, disk_bytes, events=events) if disk_bytes and disk_dir is not None else None
         )
@@ -119,72 +116,54 @@ class Regions:
                     self._extents[index, region] = disk
                     disk += round_up(nbytes)
                 elif nbytes or region == "weights":
+                    if tier == DEVICE and self.movable(unit):
+                        self.homes[index, region] = self._on_its_own(index, region, nbytes)
+                        continue
                     parts = device_parts if tier == DEVICE else host_parts
-                    parts.append((_keeper(self._homes, (index, region)), nbytes))
+                    parts.append((_keeper(self.homes, (index, region)), nbytes))
             if self.placement.weights[index] == DEVICE and home != DEVICE:
-                device_parts.append((_keeper(self._copies, index), unit.stored.nbytes))
+                if self.movable(unit):
+                    self.copies[index] = self._on_its_own(index, "weights", unit.stored.nbytes)
+                else:
+                    device_parts.append((_keeper(self.copies, index), unit.stored.nbytes))
             if unit.kind == REST and state != DEVICE and unit.trained.entries:
                 device_parts.append((_keeper(self.places, "r"), unit.grads.nbytes))
                 host_parts.append((_keeper(self.places, "rest"), unit.trained_bytes))
         return disk
 
-    def _plan_places(self, device_parts: list, host_parts: list) -> None:  # type: ignore[type-arg]
-        spec, placement = self.spec, self.placement
-        streaming = [unit for unit in spec.units if placement.streams(unit.index)]
-        sending = [u for u in spec.units if u.trained.entries and placement.state[u.index] != DEVICE and u.kind != REST]
-        slot = max((unit.stored.nbytes for unit in streaming), default=0)
-        send = max((unit.sent.nbytes for unit in sending), default=0)
-        total = max((total_bytes(unit) for unit in sending if needs_total(unit)), default=0)
-        stage = max((stage_bytes(unit, placement) for unit in spec.units), default=0)
-        staged = placement.staged and any(placement.home(unit.index) == DISK for unit in streaming)
-        guard = guard_bytes(spec, placement)
-        passing = any(passes_device(unit, placement) for unit in spec.units)
-        piece = row_piece_bytes(spec, placement)
-        for kind, nbytes, count, parts in (
-            ("s", slot, placement.slots, device_parts),
-            ("decoded", decoded_bytes(spec), 1, device_parts),
-            ("g", send, placement.grad_slots, device_parts),
-            ("total", total, 1, device_parts),
-            ("d", piece_bytes(spec, placement) if passing else 0, placement.pieces if passing else 0, device_parts),
-            ("h", slot if staged else 0, placement.slots, host_parts),
-            ("a", send, placement.grad_slots, host_parts),
-            ("l", log_place_bytes(spec, placement), placement.logs, host_parts),
-            ("q", ring_bytes(spec, placement), placement.ring, host_parts),
-            ("u", stage, placement.update_slots, host_parts),
-            ("e", piece, ROW_PIECES if piece else 0, host_parts),
-            ("check weights", guard.weights, 1, device_parts),
-            ("check grads", guard.grads, 1, host_parts),
-            ("check stage", guard.stage, 1, host_parts),
-        ):
-            for number in range(count):
-                name = f"{kind}{number}" if len(kind) == 1 else kind
-                parts.append((_keeper(self.places, name), nbytes))
+    def movable(self, unit: Unit) -> bool:
+        """It lives on the device and may leave it."""
+        return self._moves and unit.kind != REST and self.placement.weights[unit.index] == DEVICE
+
+    def _on_its_own(self, unit: int, region: str, nbytes: int) -> Tensor:
+        arena = self.near[unit, region] = DeviceArena(round_up(nbytes), self.device)
+        return arena.take(round_up(nbytes))[:nbytes]
 
     def hold(self) -> int:
         """From now on every block has a place for its gradients in host memory, and none passes the ring. Returns the
         bytes of the memory that this takes."""
-        passing = [u for u in self.spec.units if u.passes_ring and (u.index, "grads") not in self._homes]
+        passing = [u for u in self.spec.units if u.passes_ring and (u.index, "grads") not in self.homes]
         arena = self._more([unit.grads.nbytes for unit in passing], "a backward without updates")
         for unit in passing:
-            self._homes[unit.index, "grads"] = arena.take(round_up(unit.grads.nbytes))[: unit.grads.nbytes]
+            self.homes[unit.index, "grads"] = arena.take(round_up(unit.grads.nbytes))[: unit.grads.nbytes]
         self.placement = replace(self.placement, ring=0)
         return arena.nbytes
 
     def widen(self, units: Iterable[int]) -> int:
         """From now on these units' gradients are kept in fp32 on the host; what they hold is converted. Returns the
         bytes of the memory that this takes."""
-        chosen = {u for u in units if (u, "grads") in self._homes and not self.spec.units[u].wide_grads}
+        chosen = {u for u in units if (u, "grads") in self.homes and not self.spec.units[u].wide_grads}
         wide = tuple(replace(unit, wide_grads=True) if unit.index in chosen else unit for unit in self.spec.units)
         arena = self._more([wide[u].grads.nbytes for u in chosen], "adding up gradients in fp32")
         regions = {}
         for index in sorted(chosen):
             region = arena.take(round_up(wide[index].grads.nbytes))[: wide[index].grads.nbytes]
-            old = typed(self._homes[index, "grads"], self.spec.units[index].grads)
+            old = typed(self.homes[index, "grads"], self.spec.units[index].grads)
             for target, source in zip(typed(region, wide[index].grads), old, strict=True):
                 target.copy_(source)
             regions[index, "grads"] = region
         self.spec = replace(self.spec, units=wide)
-        self._homes.update(regions)
+        self.homes.update(regions)
         return arena.nbytes
 
     def _more(self, sizes: list[int], purpose: str, region: str = "grads") -> HostArena:
@@ -202,29 +181,47 @@ class Regions:
                 f"{format_bytes(nbytes)}, {format_bytes(max(room, 0))} are left",
                 advice,
             )
-        self._extra[region].append(HostArena(nbytes, self._pin))
-        return self._extra[region][-1]
+        return self.taking(nbytes, region)
+
+    def taking(self, nbytes: int, region: str) -> HostArena:
+        """Host memory on top of what was planned, for what counts as `region`."""
+        arena = HostArena(round_up(nbytes), self._pin)
+        self._extra.setdefault(region, []).append(arena)
+        return arena
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the device that are taken now."""
+        return sum(arena.nbytes for tier, arena in self.arenas() if tier == DEVICE)
+
+    def arenas(self) -> Iterator[tuple[str, Arena]]:
+        """All memory, by tier."""
+        yield from ((DEVICE, arena) for arena in (self.device_arena, *self.near.values(), *self.grown.values()))
+        yield from ((HOST, arena) for arena in (self.host_arena, *chain.from_iterable(self._extra.values())))
 
     @property
     def host_room(self) -> int | None:
         """Bytes of the host budget that nothing uses yet; None without a budget."""
         if self._host_budget is None:
             return None
-        shared = self.device_arena.nbytes if self.device.type == "cpu" else 0
-        extra = sum(arena.nbytes for arenas in self._extra.values() for arena in arenas)
-        return self._host_budget - self.host_arena.nbytes - shared - extra - self.others()
+        shared = self.device_bytes if self.device.type == "cpu" else 0
+        host = sum(arena.nbytes for tier, arena in self.arenas() if tier == HOST)
+        return self._host_budget - host - shared - self.others()
 
     @property
     def allocated(self) -> Footprint:
-        """Bytes by tier and region as they are now: what was planned, and what gradients and changes took on top."""
-        host = dict(self._opened.host)
+        """Bytes by tier and region as they are now: what was planned, and what moves, gradients and changes made of
+        it."""
+        host, device = dict(self._opened.host), dict(self._opened.device)
         for region, arenas in self._extra.items():
-            host[region] += sum(arena.nbytes for arena in arenas)
-        return replace(self._opened, host=host)
+            host[region] = host.get(region, 0) + sum(arena.nbytes for arena in arenas)
+        for region, change in self.device_change.items():
+            device[region] = device.get(region, 0) + change
+        return replace(self._opened, host=host, device=device)
 
     def home(self, unit: int, region: str) -> Tensor | None:
         """The region's memory, or None when its home is the disk."""
-        return self._homes.get((unit, region))
+        return self.homes.get((unit, region))
 
     def extent(self, unit: int, region: str) -> int | None:
         """Where in the disk file the region begins, in bytes; None when its home is memory."""
@@ -232,8 +229,8 @@ class Regions:
 
     def resident(self, unit: int) -> Tensor:
         """The device memory of a unit that does not stream."""
-        copy = self._copies.get(unit)
-        return copy if copy is not None else self._homes.get((unit, "weights"), self.device_arena.empty)
+        copy = self.copies.get(unit)
+        return copy if copy is not None else self.homes.get((unit, "weights"), self.device_arena.empty)
 
     def computing(self, unit: Unit, region: Tensor) -> list[Tensor]:
         """The unit's weights as it computes, in the order of `unit.weights`. `region`: its weights as they are stored.
@@ -250,6 +247,10 @@ class Regions:
         for decode in decodings:
             decode()
         return views
+
+    def forget_views(self) -> None:
+        """Memory of units is about to go: what `computing` has prepared of it is forgotten."""
+        self._computing.clear()
 
     def _prepare(self, unit: Unit, region: Tensor) -> tuple[list[Tensor], list[Callable[[], None]]]:
         """A compressed unit's weights as it computes, and what decodes them."""
@@ -324,11 +325,11 @@ class Regions:
             home.copy_(data)
 
     def close(self) -> None:
-        self._homes.clear()
-        self._copies.clear()
+        self.homes.clear()
+        self.copies.clear()
         self.places.clear()
         self._computing.clear()
-        for arena in (*self._extra["grads"], *self._extra["weights"], self.host_arena, self.device_arena):
+        for _, arena in self.arenas():
             arena.close()
         self.files.close()
         if self.disk is not None:

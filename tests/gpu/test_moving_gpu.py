@@ -1,0 +1,105 @@
+"""Blocks leave a GPU when a batch grows, by the bound or by an out-of-memory error, and no bit changes.
+
+Needs a CUDA device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import headrace
+from against_plain import adamw, assert_close, assert_equal, weights
+from headrace.session.surviving import surviving
+from headrace.spec.placement import DEVICE
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+SHORT, LONG, ROWS = 256, 1024, 8
+LENGTHS = (SHORT, SHORT, LONG, LONG, SHORT)
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.empty_cache()
+
+
+def model() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=512, intermediate_size=1376, num_hidden_layers=8, num_attention_heads=8,
+        num_key_value_heads=8, attn_implementation="sdpa",
+    )  # fmt: skip
+    return LlamaForCausalLM(config).bfloat16()
+
+
+def ids_of(step: int, tokens: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, 512, (ROWS, tokens), generator=generator).cuda()
+
+
+class Run:
+    """Steps whose third batch is four times as long as those before. `most`: bytes that the process may take of the
+    device beside what it has before the run; None: no limit."""
+
+    def __init__(self, most: int | None = None, repeats: bool = False, **options: Any) -> None:
+        plain = model()
+        torch.cuda.empty_cache()
+        if most is not None:
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + most) / total)
+        ours, driver = headrace.wrap(plain, adamw(plain), device="cuda", **{"device_memory": "8GiB", **options})
+        with headrace.session(ours) as session:
+            before, self.bounds = torch.cuda.memory_reserved(), list[int]()
+            torch.cuda.reset_peak_memory_stats()
+            for step, tokens in enumerate(LENGTHS):
+                ids = ids_of(step, tokens)
+
+                def gradients(ids: torch.Tensor = ids) -> torch.Tensor:
+                    loss = ours(input_ids=ids, labels=ids).loss
+                    loss.backward()
+                    return loss.detach()
+
+                surviving(session, gradients) if repeats else gradients()
+                driver.step()
+                driver.zero_grad()
+                self.bounds.append(session._trial.bound or 0)
+            session.wait()
+            self.peak, self.reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+            self.held = session._stream.regions.device_bytes
+            self.events = [event for event in session.events if event.kind in ("moved", "rows", "out of memory")]
+            self.near = sum(session.placement.weights[u.index] == DEVICE for u in session.spec.streaming)
+            self.weights = weights(ours)
+        self.extra = self.reserved - before
+
+
+def test_a_longer_batch_moves_blocks_before_it_overflows() -> None:
+    """The bound of the short batches says so; the step stays below its budget, and all weights have the same bits."""
+    free = Run()
+    assert not free.events
+    budget = (free.bounds[0] + free.bounds[2]) // 2
+    tight = Run(device_memory=budget)
+    assert any(event.kind == "moved" for event in tight.events) and tight.near < free.near
+    assert tight.peak <= budget
+    assert_equal(tight.weights, free.weights)
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_a_batch_that_runs_out_of_memory_is_survived(repeats: bool) -> None:
+    """Nothing bounds it beforehand, and the allocator refuses: in a loop of the user's own, and in one that repeats.
+    Where rows had to be divided too, weights agree within what AdamW makes of rounding."""
+    free = Run(check_memory=False)
+    short = Run(free.held + int(0.75 * free.extra), repeats, check_memory=False)
+    assert any("ran out of memory" in event.text for event in short.events)
+    if all(event.kind == "moved" for event in short.events):
+        assert_equal(short.weights, free.weights)
+    else:
+        assert_close(short.weights, free.weights, 1e-2)
