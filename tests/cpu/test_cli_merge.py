@@ -189,6 +189,10 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path)
     code, printed = headrace("merge", str(base), str(base), str(out))
     assert code == 1 and "holds no adapter" in printed
     assert not out.exists()
+    told = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**told, "base_model_name_or_path": "of/another"}))
+    code, printed = headrace("merge", str(base), str(adapter), str(tmp_path / "fits"))
+    assert code == 0 and "was trained on of/another, as it says, and is merged into" in printed
     code, printed = headrace("merge", str(base), str(adapter), str(out), "--codec", "nf5")
     assert code == 1 and "'nf5' is not a codec" in printed and not out.exists()
     out.mkdir()

@@ -92,6 +92,7 @@ REACHED: dict[str, Any] = {
     "headroom": 0.25,
     "accumulation": 2, "max_grad_norm": 0.7, "moments": "bfloat16", "overlap": False, "update": "host", "threads": 1,
     "on_nonfinite": "stop", "seed": 3, "check_memory": False, "autocast": "bfloat16", "attention": "math",
+    "products": "stored",
     "compile": True, "guard_every": 2, "blocks": ("model.layers",), "trace": 1,
 }  # fmt: skip
 

@@ -219,7 +219,7 @@ NON_DEFAULT: dict[str, tuple[Any, Any]] = {
     "lora": ({"r": 3, "targets": ["q_proj"]}, {"alpha": 5.0, "dora": True}),
     "quantize": ({"codec": "int8/row"}, "nf4/128+double"), "attention": ("math", "auto"),
     "compile": (True, False), "overlap": (False, True), "check_memory": (False, True),
-    "update": ("host", "both"), "blocks": (["model.layers"], ["a", "b"]),
+    "products": ("stored", "decoded"), "update": ("host", "both"), "blocks": (["model.layers"], ["a", "b"]),
 }  # fmt: skip
 
 

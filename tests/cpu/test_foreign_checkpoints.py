@@ -128,7 +128,7 @@ def cut(tensors: dict[str, Tensor]) -> None:
 REFUSED: dict[str, tuple[str, Callable[[dict[str, Tensor]], None], dict[str, Any], type[Exception], str]] = {
     "fp4": ("nf4", lambda t: None, {"bnb_4bit_quant_type": "fp4"}, ModelError, "names bitsandbytes, and not its nf4"),
     "8 bits": ("nf4", lambda t: None, {"load_in_4bit": False}, ModelError, "names bitsandbytes, and not its nf4"),
-    "no scales": ("nf4", without(f"{UP}.absmax"), {}, FormatError, f"{UP}.absmax.*no such tensor"),
+    "no scales": ("nf4", without(f"{UP}.absmax"), {}, FormatError, f"{UP} lacks its scales.*{UP}.absmax"),
     "no table": ("nf4", without(f"{UP}.quant_map"), {}, FormatError, f"{UP} has no quant_map"),
     "another table": ("nf4", other_table, {}, ModelError, f"{UP} is quantised in another way"),
     "codes are cut": ("nf4", cut, {}, FormatError, f"{UP} does not belong to a weight of"),

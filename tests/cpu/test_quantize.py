@@ -114,7 +114,8 @@ def test_maps_are_checked_when_they_are_made() -> None:
                           ({"overrides": {"*": "in8"}}, "'in8' is not a codec")):  # fmt: skip
         with pytest.raises(OptionError, match=said):
             PrecisionMap(**changes)
-    assert str(PrecisionMap("NF4/64")) == str(PrecisionMap()) and "codec='nf4'" in str(PrecisionMap())
+    assert str(PrecisionMap("NF4/64")) == str(PrecisionMap()) == "nf4"
+    assert str(PrecisionMap("fp8", 1, overrides={"*.a": "int8"})) == "fp8, keep_first=1, overrides=(('*.a', 'int8'),)"
 
 
 def test_a_wrapped_model_is_not_quantised_behind_its_session() -> None:

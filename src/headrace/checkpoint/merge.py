@@ -13,6 +13,7 @@ folder, or a packed one where a codec is asked for.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,7 +32,7 @@ from headrace.model.parked import Home, WeightValue, is_parked, park, placeholde
 from headrace.model.quantised import mark, unmark
 from headrace.spec.precision import PrecisionMap, as_map
 
-WEIGHTS = "adapter_model.safetensors"
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 def merge(
@@ -48,6 +49,7 @@ def merge(
     if not (adapter / WEIGHTS).is_file():
         raise ModelError(f"{adapter} holds no adapter", f"{WEIGHTS} is missing", "Name a folder that peft has saved")
     values = _Merged(_adapted(base, adapter))
+    _tell_base(base, adapter, say)
     result = load_model(base, dtype=dtype)
     for target, origin in _ties(result):
         if not torch.equal(values.read(target), values.read(origin)):
@@ -58,6 +60,14 @@ def merge(
     else:
         _save_packed(result, out, values, precision, max_shard_bytes)
     say(f"{len(values.changed)} layers merged")
+
+
+def _tell_base(base: str, adapter: Path, say: Callable[[str], None]) -> None:
+    """Say so when the adapter names another base: one of equal shapes would be merged as well as the right one."""
+    told = json.loads((adapter / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if told and told != base and Path(told).resolve() != Path(base).resolve():
+        text = f"the adapter was trained on {told}, as it says, and is merged into {base}: "
+        say(text + "right only where both hold the same weights")
 
 
 def _save_packed(

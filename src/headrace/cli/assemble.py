@@ -28,9 +28,13 @@ from headrace.data.isolation import packed_call, refuse_unless_apart, refuse_wit
 from headrace.data.prepare import Shape, prepare
 from headrace.data.sampler import Sampler
 from headrace.data.table import TokenTable
+from headrace.model.stored_products import refuse_lacking
 from headrace.model.widened import own_dtype
 from headrace.report.record import TRACES
+from headrace.session.options import Options
+from headrace.session.resources import device_of
 from headrace.session.wrap import session, wrap
+from headrace.spec.precision import KEPT, STORED, PrecisionMap
 
 DEFAULT_LENGTH = 1024
 """Tokens of the longest row where none are given and the model has as many positions."""
@@ -103,6 +107,9 @@ def _loaded(config: RunConfig, place: str) -> Any:
     """The model without its weights; what `config.quantize` stores compressed is frozen."""
     asked = None if config.quantize is None else config.quantize.asked()
     try:
+        if config.products == STORED and isinstance(asked, PrecisionMap):
+            codecs = [asked.codec, *(codec for _, codec in asked.pairs if codec != KEPT)]
+            refuse_lacking(codecs, device_of(Options(device=config.device)))
         return headrace.load_model(
             place, dtype=getattr(torch, config.dtype), random_weights=config.model is None, quantize=asked
         )
@@ -159,6 +166,7 @@ def _streamed(config: RunConfig, model: Any) -> tuple[Any, Any]:
         guard_every=config.guard_every,
         attention=config.attention,
         prefer="quality" if config.quantize is None else config.quantize.prefer,
+        products=config.products,
         trace=config.trace,
         trace_dir=Path(config.output) / TRACES,
         seed=config.seed,

@@ -146,6 +146,9 @@ class RunConfig(BaseModel):
     attention: Literal["auto", "cudnn", "flash", "efficient", "math"] | None = None
     """Which of torch's kernels computes attention in the blocks; auto: the fastest, measured once; null: torch
     chooses. Kernels round differently."""
+    products: Literal["decoded", "stored"] = "decoded"
+    """What frozen weights in fp8 and nvfp4 multiply as: the model's own format, or as they are stored, on GPUs with
+    cores for it, beside activations that are rounded to the same format."""
 
     device: str | None = None
     """"cpu", "cuda" or "cuda:N"; a GPU if there is one, unless given."""

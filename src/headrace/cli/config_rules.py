@@ -11,7 +11,9 @@ from headrace.cli.config import RunConfig
 from headrace.cli.config_quantize import AUTO, Quantize
 from headrace.data.sources import absolute, dataset_of
 from headrace.files.space import folder_fault
+from headrace.spec.codecs import MULTIPLIED
 from headrace.spec.placement import DISK
+from headrace.spec.precision import STORED
 
 _PATHS = ("config_model", "output", "disk_dir", "log", "chat_template")
 _PATHS_OR_IDS = ("model", "tokenizer")
@@ -40,6 +42,10 @@ def _combinations(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
         yield ("lora", "dtype"), 'lora.dtype = "bfloat16" is narrower than dtype = "float32": leave one of them out'
     if config.quantize is not None:
         yield from _quantised(config, config.quantize)
+        codecs = (config.quantize.codec, *config.quantize.overrides.values())
+        if config.products == STORED and not any(name in codec for codec in codecs for name in MULTIPLIED):
+            text = f"products = {STORED} is for {' and '.join(MULTIPLIED)}: quantize with one of them, or leave it out"
+            yield ("products", "quantize"), text
     if not config.data:
         yield ("data",), "data is missing: --data PATH"
     if not config.output:

@@ -27,6 +27,7 @@ from headrace.executor.passes import Pass, Saved, ShiftedInputs, frozen
 from headrace.executor.root import Roots
 from headrace.executor.sink import Sink
 from headrace.model.parked import leased, own_weights_only
+from headrace.model.stored_products import showing
 from headrace.model.surroundings import Autocast
 from headrace.model.visit import Block, BlockVisit
 from headrace.schedule import build
@@ -34,7 +35,7 @@ from headrace.schedule.build import ROWS, Visit
 from headrace.schedule.op import Program
 from headrace.spec.model import BLOCK, REST, TILE, ModelSpec
 from headrace.spec.placement import DEVICE, Placement
-from headrace.store.regions import Regions
+from headrace.store.regions import Regions, typed
 
 SMALLEST_STASH = 1 << 16
 """Bytes below which a saved input is not worth a copy."""
@@ -144,7 +145,8 @@ class Stream:
     def pointed(self, block: Block, region: Tensor, autocast: Autocast) -> contextlib.AbstractContextManager[None]:
         """The block's parameters point into `region` inside; 16 bits that are for autocast are widened without it."""
         unit = self.spec.units[block.unit]
-        return leased(block.parameters, self.regions.computing(unit, region), unit.wide_compute or not autocast.enabled)
+        views, wide = self.regions.computing(unit, region), unit.wide_compute or not autocast.enabled
+        return showing(block.products, lambda: typed(region, unit.stored), leased(block.parameters, views, wide))
 
     def stash(self, visit: BlockVisit, tensors: Sequence[Tensor]) -> list[Tensor | None]:
         pass_: Pass = visit.saved.pass_
@@ -187,10 +189,9 @@ class Stream:
         """The next forward visit: its weights (flat uint8) inside. `unit` is a matrix's index for a visit of rows;
         `training`: the model was called with gradients on; `grad`: this visit will have a backward."""
         walk = self._arrive(unit, kind, training)
-        assert self._pass is not None
-        self._pass.enter(Visit(unit, kind, grad), self.regions)
+        self.current.enter(Visit(unit, kind, grad), self.regions)
         if grad:
-            self._live.add(self._pass)
+            self._live.add(self.current)
         try:
             op = walk.reach()
             yield self._region(op.place, unit, kind)
@@ -246,9 +247,8 @@ class Stream:
         return self._start(build.forward(self.spec, self.placement, visits, self.slots), visits, len(current.visits))
 
     def _start(self, program: Program, visits: list[Visit], offset: int) -> Walk:
-        assert self._pass is not None
         self._route = visits
-        self._walk = self.executor.start(program, {"inputs": ShiftedInputs(self._pass.inputs, offset)})
+        self._walk = self.executor.start(program, {"inputs": ShiftedInputs(self.current.inputs, offset)})
         return self._walk
 
     def _depart(self, current: Pass, unit: int, kind: str) -> None:

@@ -40,7 +40,7 @@ def fallback_reason(device: torch.device | str = "cpu") -> str | None:
 
     Complete after `backend_name(device)` or `warm_up(device)`; HEADRACE_KERNELS=reference is a wish, not a fallback.
     """
-    return None if _reference_wanted() else _reasons.get(torch.device(device).type)
+    return None if reference_wanted() else _reasons.get(torch.device(device).type)
 
 
 def note_fallback(device_type: str, reason: str) -> None:
@@ -52,7 +52,7 @@ def _backend(device_type: str) -> ModuleType:
     name = _FAST.get(device_type)
     if name is None:
         _reasons.setdefault(device_type, f"plain torch computes on {device_type}: no kernels exist for it")
-    if name is not None and not _reference_wanted() and device_type not in _unusable:
+    if name is not None and not reference_wanted() and device_type not in _unusable:
         try:
             return importlib.import_module(f"headrace.kernels.{name}")
         except Exception as error:  # a broken installation raises more than ImportError
@@ -65,7 +65,8 @@ def _disable(device_type: str, reason: str) -> None:
     _reasons[device_type] = f"plain torch computes on {device_type}: {reason}"
 
 
-def _reference_wanted() -> bool:
+def reference_wanted() -> bool:
+    """Whether HEADRACE_KERNELS asks for plain torch on every device."""
     wish = os.environ.get(VARIABLE, "")
     if wish not in ("", "auto", "reference"):
         raise OptionError(

@@ -64,8 +64,8 @@ def load_model(
     config, implementations = read_config(place, trust_remote_code, config_overrides)
     packed = packed_source(config, place)
     if packed is not None and quantize is not None:
-        raise OptionError(f"{place} is quantised already", f"got quantize={quantize!r} beside it",
-                          "Leave quantize out, or load the original model")  # fmt: skip
+        raise OptionError(f"{place} is quantised already", f"its configuration says so, and {quantize} was asked for",
+                          "Give the original model, or leave quantize out to take the codes as they are")  # fmt: skip
     packed = None if random_weights else packed
     reader = None if random_weights else (packed and packed.open(place)) or _open_weights(place)
     try:

@@ -203,13 +203,16 @@ def _checked(reader: TensorReader, parts: Parts) -> Parts:
     """`parts`, which are there and as large as the codec's. Raises FormatError."""
     for part in codec_named(parts.codec).parts(parts.shape):
         if part.name in parts.keys:
-            entry = reader.entries.get(parts.keys[part.name])
-            held = "no such tensor" if entry is None else f"{entry.dtype} of {list(entry.shape)}"
-            fits = entry is not None and torch.Size(entry.shape).numel() == torch.Size(part.shape).numel()
-            narrower = part.dtype == "float32" and entry is not None and entry.dtype in (torch.bfloat16, torch.float16)
-            if not fits or entry is None or not (narrower or str(entry.dtype) == f"torch.{part.dtype}"):
+            key, wanted = parts.keys[part.name], f"{part.dtype} of {list(part.shape)}"
+            entry = reader.entries.get(key)
+            if entry is None:
+                raise FormatError(f"{parts.keys['codes']} lacks its {part.name}", f"there is no tensor {key}, {wanted}",
+                                  "Download the model again")  # fmt: skip
+            fits = torch.Size(entry.shape).numel() == torch.Size(part.shape).numel()
+            narrower = part.dtype == "float32" and entry.dtype in (torch.bfloat16, torch.float16)
+            if not fits or not (narrower or str(entry.dtype) == f"torch.{part.dtype}"):
                 raise FormatError(
-                    f"{parts.keys[part.name]} does not belong to a weight of {list(parts.shape)}",
-                    f"{held}, wanted {part.dtype} of {list(part.shape)}", "Download the model again",
+                    f"{key} does not belong to a weight of {list(parts.shape)}",
+                    f"{entry.dtype} of {list(entry.shape)}, wanted {wanted}", "Download the model again",
                 )  # fmt: skip
     return parts

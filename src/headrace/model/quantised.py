@@ -30,8 +30,6 @@ from headrace.spec.precision import PrecisionMap, as_map
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FOREIGN = {"Params4bit": "bitsandbytes", "Int8Params": "bitsandbytes", "QTensor": "quanto"}
 """Classes of weights that other libraries have quantised."""
-FLOAT_CODECS = {"fp8", "nvfp4"}
-"""Codecs whose codes some GPUs can multiply as they are."""
 CODEC = "_headrace_codec"
 """On a parameter: the codec that it is stored with, or will be."""
 AUTO, WISH = "auto", "_headrace_quantize"
@@ -77,10 +75,6 @@ class Losses:
             worst = max(self.errors, key=lambda name: self.errors[name])
             events.add("quantize", f"frozen weights are stored compressed: {what}", before=format_bytes(self.before),
                        after=format_bytes(self.after), worst_error=f"{self.errors[worst]:.4f}", of=worst)  # fmt: skip
-            for name in sorted({codec_named(codec).name for codec in counts} & FLOAT_CODECS):
-                text = "only stored so, whatever the device could multiply: they are decoded to the model's own format"
-                number = sum(count for codec, count in counts.items() if codec_named(codec).name == name)
-                events.add("quantize", f"weights in {name} are {text}, and multiply in it", matrices=number)
 
 
 def candidates(model: nn.Module, stacks: Sequence[Stack]) -> Iterator[Candidate]:

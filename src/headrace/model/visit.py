@@ -24,6 +24,7 @@ from headrace.model.calls import Call, Slice, refuse_unseen
 from headrace.model.containers import Packed
 from headrace.model.fitting import differentiated, fitted
 from headrace.model.handles import passing_graph, refusing_reentrant, weights_as_handles
+from headrace.model.stored_products import Places
 from headrace.model.surroundings import Autocast, Buffers, RandomState, Surroundings, recording
 from headrace.spec.model import ModelSpec
 from headrace.spec.placement import Placement
@@ -51,6 +52,8 @@ class Block:
     """Its forward puts tensors into attributes of its modules; None until the first call has shown it."""
     inputs_change: bool | None = None
     """Its forward writes into its arguments; None until the first call has shown it."""
+    products: Places = ()
+    """Its layers that multiply weights as they are stored."""
     takes_hooks: bool = True
     """Hooks for saved tensors may be set around its forward; transforms of torch.func inside refuse them."""
     row_plans: dict[Any, rows.RowPlan | None] = field(default_factory=dict)

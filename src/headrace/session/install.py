@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from headrace.executor.head import TakenHead
 from headrace.executor.stream import Stream
 from headrace.executor.taken import Taken, TakenBlock, TakenEmbeddingCall, TakenHeadCall
 from headrace.loss.fused import fused_loss, is_causal_lm_loss
+from headrace.model import stored_products
 from headrace.model.compiled import Compiler
 from headrace.model.lora import fuse
 from headrace.model.norms import take_norms
@@ -29,7 +31,9 @@ from headrace.session.adapters import copy_in_use, guard_adapters
 from headrace.session.attention import Attention
 from headrace.session.guard import attach, guard
 from headrace.session.options import Options
+from headrace.spec.codecs import codec_named
 from headrace.spec.model import BLOCK
+from headrace.spec.precision import STORED
 
 
 def install(
@@ -42,6 +46,7 @@ def install(
     wish = options.attention
     attention = None if wish is None else Attention(wish, model, stream.device, stream.events)
     compiler = Compiler(stream.device, stream.tell_once)
+    places = _stored_products(anatomy, stream, options.products, undo)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(stream.device)
     for unit, module in anatomy.blocks.items():
@@ -52,6 +57,7 @@ def install(
         if attention is not None:
             run, again = attention.around(run), attention.around(again)
         block = Block(unit, name, module, forward, run, again, anatomy.of_unit(unit), list(anatomy.shared[unit]))
+        block.products = places.get(unit, ())
         taken.append(TakenBlock(stream, block))
         for parameter in block.parameters:
             _mark(parameter, "_headrace_owner", type(module).__name__, undo)
@@ -74,6 +80,22 @@ def install(
         _mark(parameter, "_headrace_whole", functools.partial(whole, stream, matrix, parameter), undo)
     _guard(model, stream, recomputes, undo)
     return taken
+
+
+def _stored_products(
+    anatomy: Anatomy, stream: Stream, products: str, undo: list[Callable[[], None]]
+) -> dict[int, stored_products.Places]:
+    """By unit, the layers that multiply weights as they are stored. An event says of each format whether it is only
+    stored so."""
+    names = {id(parameter): name for name, parameter in anatomy.parameters.items()}
+    places, left = dict[int, stored_products.Places](), Counter[str]()
+    if products == STORED:
+        for unit, module in anatomy.blocks.items():
+            entries = stream.spec.units[unit].weights.entries
+            places[unit] = stored_products.replace(module, entries, names, stream.device, left, undo)
+    codecs = Counter(codec_named(entry.codec).name for _, _, entry in stream.spec.pieces() if entry.codec)
+    stored_products.tell(codecs, sum(map(len, places.values())), left, products, stream.events)
+    return places
 
 
 def _blocks(stream: Stream) -> int:

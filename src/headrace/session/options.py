@@ -14,7 +14,7 @@ from headrace.base.errors import OptionError
 from headrace.base.units import parse_bytes
 from headrace.files.space import folder_fault
 from headrace.spec.placement import ACTIVATIONS
-from headrace.spec.precision import as_map
+from headrace.spec.precision import DECODED, STORED, as_map
 from headrace.spec.traced import TracedSteps
 
 
@@ -104,6 +104,11 @@ class Options:
     "nvfp4"), a `headrace.PrecisionMap` that chooses weight by weight, "auto" (none when the run fits without one, else
     int8, else nf4), or None. They are decoded where they compute; the numbers are those of a model with the decoded
     weights."""
+    products: str = "decoded"
+    """What frozen weights in fp8 and nvfp4 are multiplied as. "decoded": as the model's own format, so that both are
+    only formats of storage. "stored": as they are, in the 8-bit cores of Hopper or the 4-bit cores of Blackwell; the
+    activations beside them are rounded to the same format, which changes the numbers; gradients come from the decoded
+    weights. Refused where the GPU has no such cores."""
     prefer: str = "quality"
     """What quantize="auto" prefers when weights must stream: "quality" takes the most precise codec that fits, "speed"
     the smallest."""
@@ -139,6 +144,7 @@ _POSITIVE = ("window", "rows", "accumulation", "threads")
 _CHOICES: dict[str, Sequence[Any]] = {
     "moments": ("float32", "bfloat16"), "on_nonfinite": ("skip", "stop"), "autocast": (None, "bfloat16"),
     "update": ("auto", "host", "device", "both"), "prefer": ("quality", "speed"),
+    "products": (DECODED, STORED),
     "attention": (None, "auto", "cudnn", "flash", "efficient", "math"),
 }  # fmt: skip
 

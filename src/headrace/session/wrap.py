@@ -25,6 +25,7 @@ from headrace.kernels import ops
 from headrace.kernels.threads import threads
 from headrace.model import resident
 from headrace.model.blocks import find_blocks
+from headrace.model.stored_products import refuse_lacking
 from headrace.model.units import Anatomy, divide
 from headrace.model.widened import NARROW, widen
 from headrace.optim import front
@@ -47,6 +48,7 @@ from headrace.session.subject import predicted
 from headrace.session.values import Values
 from headrace.spec.model import ModelSpec
 from headrace.spec.placement import DEVICE
+from headrace.spec.precision import STORED
 from headrace.store.regions import Regions
 
 DEFAULT_RATE = 1e-5
@@ -90,6 +92,7 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **giv
       trace_dir="trace"      folder for those files
       debug=False            freed weights read NaN
       quantize=None          codec of frozen weights: "int8", "nf4" and others, "auto", or a headrace.PrecisionMap
+      products="decoded"     weights in fp8 or nvfp4 multiply decoded, or as they are "stored", on GPUs with such cores
       prefer="quality"       what quantize="auto" prefers when weights must stream; or "speed"
 
     Raises OptionError, ModelError, OptimizerError, PlanError or StoreError, and StepError for a model that is wrapped
@@ -225,6 +228,8 @@ def _anatomy(
                    weights=narrow_weights)  # fmt: skip
     chosen = resident.find(model, stacks, groups, state, budgets.device, bool(options.guard_every), events)
     codecs = codecs_for(model, stacks, options, groups)
+    if options.products == STORED:
+        refuse_lacking(codecs.values(), device)
     return divide(model, stacks, groups, state, narrow, events, wide, chosen, codecs)
 
 

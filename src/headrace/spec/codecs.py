@@ -37,6 +37,9 @@ NESTED_BLOCK = 256
 ROW = 0
 """The block size of a codec whose blocks are the rows of the matrix."""
 
+MULTIPLIED = ("fp8", "nvfp4")
+"""Names of codecs that some GPUs multiply as they are stored."""
+
 _TILE = 128
 _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _USUAL = {"int8": 64, "nf4": 64, "fp8": _TILE, "nvfp4": 16}

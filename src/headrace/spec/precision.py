@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from headrace.base.errors import OptionError
 from headrace.spec.codecs import codec_named
 
 KEPT = "bf16"
 """In place of a codec: the weight keeps the format that it has, whichever that is."""
+DECODED, STORED = "decoded", "stored"
+"""What the option `products` may be: how weights in formats that some GPUs multiply are multiplied."""
 SENSITIVE = ("*norm*", "*router*", "*.gate.weight", "*shared_expert_gate*", "*A_log*", "*dt_proj*", "*x_proj*")
 """Small matrices whose rounding costs more than their bytes: norms, routers, what steers the state of a Mamba."""
 
@@ -47,6 +49,12 @@ class PrecisionMap:
         if self.keep_first < 0 or self.keep_last < 0:
             raise OptionError("keep_first and keep_last count blocks", f"got {self.keep_first} and {self.keep_last}",
                               "Use whole numbers of at least 0")  # fmt: skip
+
+    def __str__(self) -> str:
+        """The codec, and the fields that are not as usual."""
+        usual = PrecisionMap(self.codec)
+        changed = {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != getattr(usual, f.name)}
+        return ", ".join([self.codec, *(f"{name}={value}" for name, value in changed.items())])
 
     def codec_of(self, name: str, numel: int, position: int, blocks: int) -> str | None:
         """The codec (in its text form) of a frozen matrix in block `position` of a stack of `blocks`, or None."""

@@ -16,9 +16,10 @@ from headrace.kernels.numba.packing import (
 )
 from headrace.kernels.numba.undo import adamw_finish_, adamw_logged_, adamw_undo_
 from headrace.kernels.numba.updates import adamw_, join_master_, sgd_, split_master_
-from headrace.kernels.reference import fold_logits_, logit_gradient_, nest_scales_, take_rows_
+from headrace.kernels.reference import fold_logits_, fp8_rows_, logit_gradient_, nest_scales_, take_rows_
 
-# On the CPU the matrix products take nearly all of the loss's time: its elementwise part stays with plain torch.
+# On the CPU the matrix products take nearly all of the loss's time: its elementwise part stays with plain torch, as
+# does fp8_rows_, which only the reference of products with stored weights needs here.
 __all__ = [
     "accumulate_",
     "accumulate_squares_",
@@ -31,6 +32,7 @@ __all__ = [
     "fold_logits_",
     "fp8_decode_",
     "fp8_encode_",
+    "fp8_rows_",
     "int8_decode_",
     "int8_encode_",
     "join_master_",

@@ -12,7 +12,14 @@ from headrace.kernels.reference.gradients import (
     take_rows_,
 )
 from headrace.kernels.reference.packing import int8_decode_, int8_encode_, nest_scales_, nf4_decode_, nf4_encode_
-from headrace.kernels.reference.small_floats import decode_all_, fp8_decode_, fp8_encode_, nvfp4_decode_, nvfp4_encode_
+from headrace.kernels.reference.small_floats import (
+    decode_all_,
+    fp8_decode_,
+    fp8_encode_,
+    fp8_rows_,
+    nvfp4_decode_,
+    nvfp4_encode_,
+)
 from headrace.kernels.reference.undo import adamw_finish_, adamw_logged_, adamw_undo_
 from headrace.kernels.reference.updates import adamw_, join_master_, sgd_, split_master_
 
@@ -28,6 +35,7 @@ __all__ = [
     "fold_logits_",
     "fp8_decode_",
     "fp8_encode_",
+    "fp8_rows_",
     "int8_decode_",
     "int8_encode_",
     "join_master_",

@@ -27,13 +27,18 @@ def fp8_encode_(codes: Tensor, scales: Tensor, weight: Tensor) -> None:
     """See `headrace.kernels.packing.fp8_encode_`."""
     for matrix, row in _bands(weight):
         x = _tiled(weight[matrix, row : row + TILE].float())
-        absmax = x.abs().amax(dim=(0, 2))
-        inverse = torch.where(absmax > _TINIEST_TILE, absmax.reciprocal() * E4M3_MAX, 1.0)
-        narrow = (x * inverse[:, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+        narrow, found = _scaled_to_e4m3(x, x.abs().amax(dim=(0, 2)))
         # As bytes: not every torch copies fp8 between views.
         band = narrow.view(torch.uint8).flatten(1)[:, : weight.shape[2]]
         codes.view(torch.uint8)[matrix, row : row + TILE] = band
-        scales[matrix, row // TILE] = torch.where(absmax.isfinite(), inverse.reciprocal(), absmax)
+        scales[matrix, row // TILE] = found
+
+
+def _scaled_to_e4m3(x: Tensor, absmax: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of groups along the last dimension of x; `absmax`: their largest magnitudes."""
+    inverse = torch.where(absmax > _TINIEST_TILE, absmax.reciprocal() * E4M3_MAX, 1.0)
+    narrow = (x * inverse[..., None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return narrow, torch.where(absmax.isfinite(), inverse.reciprocal(), absmax)
 
 
 @torch.no_grad()
@@ -42,6 +47,16 @@ def fp8_decode_(out: Tensor, codes: Tensor, scales: Tensor) -> None:
     for matrix, row in _bands(out):
         x = _tiled(codes[matrix, row : row + TILE].float()) * scales[matrix, row // TILE][:, None]
         out[matrix, row : row + TILE] = x.flatten(1)[:, : out.shape[2]].to(out.dtype)
+
+
+@torch.no_grad()
+def fp8_rows_(codes: Tensor, scales: Tensor, x: Tensor) -> None:
+    """Rows of activations (m, k) as fp8 is stored, in groups of TILE along a row: into the first m rows of `codes` and
+    the first m columns of `scales` (k / TILE, at least m). See `headrace.kernels.stored`."""
+    groups = x.float().view(x.shape[0], -1, TILE)
+    narrow, found = _scaled_to_e4m3(groups, groups.abs().amax(2))
+    codes.view(torch.uint8)[: x.shape[0]] = narrow.view(torch.uint8).flatten(1)
+    scales[:, : x.shape[0]] = found.t()
 
 
 @torch.no_grad()

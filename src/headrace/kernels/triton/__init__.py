@@ -12,7 +12,7 @@ from headrace.kernels.triton.gradients import (
     sum_squares,
     take_rows_,
 )
-from headrace.kernels.triton.packing import decode_all_
+from headrace.kernels.triton.packing import decode_all_, fp8_rows_
 from headrace.kernels.triton.updates import adamw_, join_master_, sgd_, split_master_
 
 # Weights are packed once, and on the CPU.
@@ -24,6 +24,7 @@ __all__ = [
     "decode_all_",
     "fold_logits_",
     "fp8_encode_",
+    "fp8_rows_",
     "int8_encode_",
     "join_master_",
     "logit_gradient_",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headrace.kernels.code_tables import dynamic_values, nf4_values
 from headrace.kernels.reference.packing import INVERSE_127
+from headrace.kernels.reference.small_floats import TILE
 from headrace.kernels.triton import packing_programs as programs
 from headrace.kernels.triton.launch import launch_rows
 from headrace.spec.codecs import NESTED_BLOCK
@@ -34,6 +35,14 @@ def decode_all_(together: Together) -> None:
         together.prepared = _PREPARATIONS[together.kernel](together.calls)
     program, count, arguments, constants = together.prepared
     launch_rows(program, (count, 1), *arguments, **constants, enable_fp_fusion=False)
+
+
+def fp8_rows_(codes: Tensor, scales: Tensor, x: Tensor) -> None:
+    """See `headrace.kernels.reference.small_floats.fp8_rows_`: x is read once. Needs a GPU that converts to e4m3."""
+    groups = x.shape[1] // TILE
+    together = min(PIECE // TILE, 1 << max(0, groups - 1).bit_length())
+    launch_rows(programs.fp8_rows, (x.shape[0], -(-groups // together)), codes, scales, x, groups, scales.stride(0),
+                TILE=TILE, GROUPS=together, enable_fp_fusion=False)  # fmt: skip
 
 
 Prepared = tuple[Any, int, tuple[Any, ...], dict[str, Any]]
@@ -73,7 +82,7 @@ def _fp8(calls: Sequence[tuple[Any, ...]]) -> Prepared:
     sizes = [(out.shape[0] * out.shape[1], -(-out.shape[2] // PIECE), out.shape[2], out.shape[1]) for out in outs]
     count, table, unit = _table(sizes, (outs, codes, scales))
     return programs.fp8_decode, count, (_first(outs), _first(codes), _first(scales), table), {
-        "COUNT": table.shape[1], "UNIT": unit, "TILE": 128, "BLOCK": PIECE,
+        "COUNT": table.shape[1], "UNIT": unit, "TILE": TILE, "BLOCK": PIECE,
     }  # fmt: skip
 
 

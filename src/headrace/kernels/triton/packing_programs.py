@@ -1,4 +1,4 @@
-"""The programs that Triton compiles to unpack weights: every byte is read once, all arithmetic is in fp32.
+"""The programs that Triton compiles to unpack weights and pack activations: bytes are read once, arithmetic is in fp32.
 
 mypy is off: this is Triton's language. A grid has one dimension, for only that may be long, and spans all tensors. fp8
 is taken apart by its bits, for GPUs before Ada have no conversion. Pairs of codes become neighbours in registers
@@ -138,3 +138,19 @@ def nvfp4_decode(out, codes, scales, tensor_scale, table, COUNT: tl.constexpr, U
     both = tl.interleave(_e2m1(pair & 15) * scale[:, None], _e2m1(pair >> 4) * scale[:, None])
     target = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     tl.store(out + target, both.to(out.dtype.element_ty), mask=target < columns)
+
+
+@triton.jit
+def fp8_rows(codes, scales, x, groups, stride, TILE: tl.constexpr, GROUPS: tl.constexpr):
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    at = row * groups * TILE + group[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    inside = group < groups
+    value = tl.load(x + at, mask=inside[:, None], other=0.0).to(tl.float32)
+    wrong = tl.max((value != value).to(tl.int32), axis=1)  # a maximum may leave a NaN out
+    absmax = tl.where(wrong != 0, float("nan"), tl.max(tl.abs(value), axis=1))
+    one = tl.full((GROUPS,), 1.0, tl.float32)
+    factor = tl.where(absmax > 1.3165537513936807e-36, tl.div_rn(one, absmax) * 448.0, one)
+    narrow = tl.minimum(tl.maximum(value * factor[:, None], -448.0), 448.0)
+    tl.store(codes + at, narrow.to(codes.dtype.element_ty), mask=inside[:, None])
+    scale = tl.where(absmax < float("inf"), tl.div_rn(one, factor), absmax)
+    tl.store(scales + group.to(tl.int64) * stride + row, scale, mask=inside)
