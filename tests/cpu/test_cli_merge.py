@@ -16,6 +16,7 @@ from adapted import lora
 from against_plain import assert_equal, llama
 from cpu.test_cli_world import headrace, weights_of
 from cpu.test_data_samples import word_tokenizer
+from cpu.test_foreign_checkpoints import checkpoint
 from cpu.test_load_memory import LiveBytes
 from faults.test_reports_adapters import EXPERTS
 from faults.test_reports_families import build
@@ -133,6 +134,18 @@ def test_a_packed_base_is_merged_as_it_decodes(kind: str, tmp_path: Path) -> Non
     assert code == 0, printed
     told = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "quantization_config" not in told
+    found = state(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto"))
+    assert_equal(found, state(adapted.merge_and_unload()))
+
+
+@pytest.mark.parametrize("way", ["nf4, double", "fp8"])
+def test_a_base_that_another_library_has_quantised(way: str, tmp_path: Path) -> None:
+    """What QLoRA elsewhere was trained on: merged into the decoded weights, bit for bit as peft does in bf16."""
+    base, twin = checkpoint(way, tmp_path / "base")
+    adapted = lora(twin, target_modules=["q_proj", "down_proj"])
+    adapted.save_pretrained(tmp_path / "adapter")
+    merge(str(base), tmp_path / "adapter", tmp_path / "out", None, print)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     found = state(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto"))
     assert_equal(found, state(adapted.merge_and_unload()))
 

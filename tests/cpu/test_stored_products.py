@@ -18,12 +18,13 @@ from cpu.test_cli_world import headrace as command
 from headrace import OptionError
 from headrace.codec.packed import encode, views
 from headrace.kernels import stored
-from headrace.model.stored_products import refuse_lacking
+from headrace.model.stored_products import operators, refuse_lacking
 from headrace.spec.codecs import codec_named
 from parity.reference import check_gradients, gradients
 from quantised_models import every, frozen_base, round_trip
 from stored_products import multiplies, rounded, twin_of
 
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore::FutureWarning:transformers")
 SIZES = {"hidden_size": 128, "intermediate_size": 172, "attention_bias": True}
 """Attention has sizes that the cores take for fp8, the MLP has not."""
 
@@ -68,6 +69,13 @@ def test_what_is_not_finite_stays_so(codec: str, value: float) -> None:
     x = torch.ones(3, 256)
     x[1, 200] = value
     assert not stored.product(codec, x, packed(codec, torch.randn(16, 256)))[1].isfinite().any()
+
+
+def test_the_operator_is_what_torch_expects_of_it() -> None:
+    weight, x = torch.randn(16, 128), torch.randn(2, 3, 128, requires_grad=True)
+    buffer = torch.empty(codec_named("fp8").nbytes((16, 128)), dtype=torch.uint8)
+    encode(codec_named("fp8"), weight, buffer)
+    torch.library.opcheck(operators().stored_product, (x, weight, buffer, "fp8"))
 
 
 PLACES: dict[str, dict[str, Any]] = {
