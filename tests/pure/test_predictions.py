@@ -149,3 +149,21 @@ def test_sparse_checkpoints_could_win_nothing_over_inputs_in_host_memory(name: s
         ops = programs(subject, sent, True, False, 1)[0][0].ops
         again = sum(costs.taken(op).seconds for op in ops if op.verb == "FORWARD" and op.unit >= 0)
         assert work.tokens < 8192 or again > 0.15 * free > 10 * lost
+
+
+def test_guesses_keep_pace_with_the_backward() -> None:
+    """Where logs do not suffice for all blocks: of long batches the first blocks are guessed, which the next forward
+    needs at once; of short ones those whose gradients come first, or the backward would end before their updates."""
+    model, budgets = subject_of("4b", SHAPES["4b"]).on_windows(), Budgets(10 * GIB, 64 * GIB, None, False)
+    wanted = Wanted({"weights": HOST, "state": HOST}, None, update="both")
+    since = []
+    for rows in (32, 8):
+        work = Work(rows, 1024, guesses=True)
+        found = plan(model, budgets, wanted, H200, work, known=True)
+        logs = len(found.placement.log_places)
+        assert 0 < logs < 36 and found.placement.guess_from <= 36 - logs
+        waits = simulated(Costs(found.choice.subject, replace(found.placement, guess_from=0), found.work, H200))
+        assert found.seconds <= waits.seconds
+        since.append(found.placement.guess_from)
+        print(rows, logs, found.placement.device_logs, since[-1], found.seconds, waits.seconds)
+    assert since[0] > since[1]

@@ -28,12 +28,27 @@ def test_logs_take_what_is_left_of_the_host(shared: bool, monkeypatch: pytest.Mo
     for count in range(7):
         enough = taken + -(-count * size * 4 // 3)
         assert WORK_SHARE == 0.25
-        budgets = Budgets(1 << 30, enough, None, shared)
+        budgets = Budgets(None, enough, None, shared)
         placed, _ = place_logs(SPEC, BASE, budgets)
         assert placed.logs == count
         assert count == 0 or host_bytes(footprint(SPEC, placed), budgets) <= enough
         if count:
-            assert place_logs(SPEC, BASE, Budgets(1 << 30, enough - 2, None, shared))[0].logs == count - 1
+            assert place_logs(SPEC, BASE, Budgets(None, enough - 2, None, shared))[0].logs == count - 1
+
+
+def test_logs_of_other_blocks_lie_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the host has room for some, two of which become the stages that those on the device pass."""
+    monkeypatch.setattr(updates, "LOG_SHARE", 1000.0)
+    size, need = round_up(log_place_bytes(SPEC, BASE)), footprint(SPEC, BASE)
+    host = need.host_bytes + -(-3 * size * 4 // 3)
+    for room, wanted in ((0, (3, 0)), (2, (3, 0)), (3, (1, 3)), (4, (1, 4)), (9, (1, 5))):
+        budgets = Budgets(need.device_bytes + 100 + -(-room * size * 4 // 3), host, None, False)
+        placed, _ = place_logs(SPEC, BASE, budgets, reserve=100)
+        assert (placed.logs, placed.device_logs) == wanted
+        found = footprint(SPEC, placed)
+        assert found.host_bytes <= host and found.device_bytes + 100 <= (budgets.device or 0)
+    assert place_logs(SPEC, BASE, Budgets(None, host, None, False))[0].device_logs == 0
+    assert place_logs(SPEC, BASE, Budgets(1 << 40, host + 1, None, True))[0].device_logs == 0
 
 
 def test_both_sides_keep_pace() -> None:

@@ -16,10 +16,12 @@ from headrace.executor.executor import Notes
 from headrace.executor.guesses import Guesses
 from headrace.executor.inputs import InputStore
 from headrace.executor.row_gradients import RowGradients
+from headrace.executor.update_logs import DistantLog, HostLog, Log, LogStages
 from headrace.kernels import ops
 from headrace.optim.ledger import Arrival, Ledger, Verdict
 from headrace.optim.rules import Call, Hyper, Rule
 from headrace.schedule.op import Op
+from headrace.spec.footprint import LOG_STAGES
 from headrace.spec.model import REST, Unit
 from headrace.spec.placement import DEVICE
 from headrace.store.regions import DTYPES, Regions, typed
@@ -65,10 +67,15 @@ class Actions:
     on_device: DeviceUpdates = field(init=False)
     rows: RowGradients = field(init=False)
     guesses: Guesses = field(default_factory=Guesses)
+    log_stages: LogStages = field(init=False)
 
     def __post_init__(self) -> None:
         self.on_device = DeviceUpdates(self.regions)
         self.rows = RowGradients(self.regions, self.ledger, self._note_sent)
+        stages = [
+            self.regions.places[f"w{number}"] for number in range(LOG_STAGES) if self.regions.placement.device_logs
+        ]
+        self.log_stages = LogStages(stages, self.regions.device)
 
     def __call__(self, op: Op, notes: Notes) -> torch.cuda.Event | None:
         """Run an op. Returns the event of its end when that is not on the current stream."""
@@ -208,8 +215,12 @@ class Actions:
     def _guess(self, op: Op, notes: Notes) -> None:
         groups: list[Hyper] = notes["groups"]
         calls = self._calls(op, groups, 1.0)
-        log, present = self.regions.places[op.place], self.ledger.present[op.unit]
+        log, present = self._log(op.place), self.ledger.present[op.unit]
         self.guesses.make(op.unit, log, calls, notes["step"], groups, present)
+
+    def _log(self, place: str) -> Log:
+        home = self.regions.places[place]
+        return DistantLog(home, self.log_stages) if place.startswith("v") else HostLog(home)
 
     def _undo(self, op: Op, notes: Notes) -> None:
         self.guesses.undo(op.unit)

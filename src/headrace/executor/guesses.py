@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
+from headrace.executor.update_logs import Log
 from headrace.kernels import ops
 from headrace.optim.rules import Call, Hyper
 from headrace.spec.footprint import ALIGNMENT, round_up
@@ -20,8 +19,9 @@ class Guess:
     step: int
     groups: Sequence[Hyper]
     present: list[bool]
-    logged: list[tuple[Call, Tensor, int]]
-    """Each kernel call with its log, and how many chunks it left for later."""
+    log: Log
+    logged: list[tuple[Call, slice, int]]
+    """Each kernel call with its part of the log, and how many chunks it left for later."""
 
 
 class Guesses:
@@ -36,16 +36,17 @@ class Guesses:
         return list(self._made)
 
     def make(
-        self, unit: int, log: Tensor, calls: Iterable[Call], step: int, groups: Sequence[Hyper], present: Sequence[bool]
+        self, unit: int, log: Log, calls: Iterable[Call], step: int, groups: Sequence[Hyper], present: Sequence[bool]
     ) -> None:
-        """Update in place, with a log in the bytes of `log`."""
-        guess = self._made[unit] = Guess(step, groups, list(present), [])
-        start = 0
+        """Update in place, and write a log of it."""
+        guess = self._made[unit] = Guess(step, groups, list(present), log, [])
+        place, start = log.begin(), 0
         for call in calls:
-            part = log[start : start + ops.adamw_log_bytes(call.numel)]
-            start += round_up(part.numel(), ALIGNMENT)
-            left = ops.adamw_logged_(**_tensors(call), log=part, **call.scalars)
+            part = slice(start, start + ops.adamw_log_bytes(call.numel))
+            start += round_up(part.stop - part.start, ALIGNMENT)
+            left = ops.adamw_logged_(**_tensors(call), log=place[part], **call.scalars)
             guess.logged.append((call, part, left))
+        log.end()
 
     def settle(
         self, unit: int, scale: float | None, step: int, groups: Sequence[Hyper], present: Sequence[bool]
@@ -58,20 +59,29 @@ class Guesses:
         if (scale, step, groups, list(present)) != (1.0, guess.step, guess.groups, guess.present):
             self.undo(unit)
             return False
-        for call, log, left in guess.logged:
-            if left:
-                ops.adamw_finish_(**_tensors(call), log=log, **call.scalars)
+        if any(left for _, _, left in guess.logged):
+            place = guess.log.again()
+            for call, part, left in guess.logged:
+                if left:
+                    ops.adamw_finish_(**_tensors(call), log=place[part], **call.scalars)
+        guess.log.drop()
         del self._made[unit]
         return True
 
     def undo(self, unit: int) -> None:
         """Take a guess back, if there is one."""
         guess = self._made.pop(unit, None)
-        for call, log, _ in guess.logged if guess is not None else ():
-            ops.adamw_undo_(**_tensors(call), log=log, **call.scalars)
+        if guess is None:
+            return
+        place = guess.log.again()
+        for call, part, _ in guess.logged:
+            ops.adamw_undo_(**_tensors(call), log=place[part], **call.scalars)
+        guess.log.drop()
 
     def forget(self) -> None:
         """What was guessed is about to be replaced."""
+        for guess in self._made.values():
+            guess.log.drop()
         self._made.clear()
 
 

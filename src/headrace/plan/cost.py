@@ -131,7 +131,7 @@ class Costs:
         return Taken(size / rate + SMALLEST, ((way, rate), ("disk", rate), ("memory", rate)))
 
     def _update(self, op: Op) -> Taken:
-        if op.region == "state" and op.place.startswith("l"):
+        if op.region == "state" and op.place.startswith(("l", "v")):
             return Taken(SMALLEST)  # a guess is confirmed
         unit, rates = self._unit(op), self.profile.updates
         count = sum(entry.numel for entry in unit.trained.entries)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from headrace.base.errors import OptionError
 from headrace.base.units import format_bytes
 from headrace.plan.memory import Peaks
+from headrace.plan.pace import paced
 from headrace.plan.place import (
     WORK_SHARE,
     Budgets,
@@ -120,6 +121,7 @@ def plan(
         search = Search(subject, rates, budgets, wanted)
         choice = search.best(work)
         if choice is not None:
+            choice = paced(choice, search.profile, wanted.compiled)
             return Plan(choice, True, _why(search, choice), search.tried, search.profile)
     search = Search(subject, rates, budgets, wanted, known=False)
     choice = search.best(work)
@@ -138,6 +140,7 @@ def _asked(search: Search, work: Work) -> Plan:
     if choice is None and search.refused is not None:
         raise search.refused
     assert choice is not None
+    choice = paced(choice, search.profile, search.wanted.compiled) if search.known else choice
     return Plan(choice, search.known, "as asked", search.tried, search.profile)
 
 

@@ -360,7 +360,7 @@ class Search:
             return None
         guesses = ""
         if work.clips and self.wanted.logs and all(unit.state.moment_dtype == "float32" for unit in spec.units):
-            placement, guesses = place_logs(spec, placement, budgets)
+            placement, guesses = place_logs(spec, placement, budgets, reserve)
         subject = self.subject.placed(placement)
         key = placement, work.clips, work.guesses
         if key not in self._programs:

@@ -56,7 +56,8 @@ def programs(subject: Subject, placement: Placement, clips: bool, guesses: bool,
     early = [] if clips else [unit.index for unit in spec.units if unit.index not in late]
     blocks = list(dict.fromkeys(v.unit for v in reversed(visits) if v.kind == BLOCK))
     able = [unit for unit in blocks if keeps_log(spec.units[unit], placement)] if guesses and clips else []
-    guessed = {unit: f"l{number}" for number, unit in enumerate(able[: placement.logs])}
+    places = placement.log_places
+    guessed = dict(zip(able[min(placement.guess_from, max(0, len(able) - len(places))) :], places, strict=False))
     found: list[list[Program]] = []
     last: tuple[int | None, ...] = slots
     begun: tuple[int | None, ...] = ()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from headrace.base.errors import PlanError
 from headrace.base.units import format_bytes
 from headrace.plan.place import WORK_SHARE, Budgets, host_bytes
-from headrace.spec.footprint import footprint, keeps_log, log_place_bytes, passes_device, round_up
+from headrace.spec.footprint import LOG_STAGES, footprint, keeps_log, log_place_bytes, passes_device, round_up
 from headrace.spec.model import REST, ModelSpec
 from headrace.spec.placement import DEVICE, HOST, Placement
 
@@ -80,18 +80,37 @@ def _late(spec: ModelSpec, placement: Placement, budgets: Budgets) -> frozenset[
     return frozenset(unit.index for unit in passing[max(len(passing) - max(count, 0), len(passing) // 2 + 1) :])
 
 
-def place_logs(spec: ModelSpec, placement: Placement, budgets: Budgets) -> tuple[Placement, str]:
-    """The placement with logs for updates that are guessed, as many as LOG_SHARE and the host's memory allow; and what
-    was decided."""
+def place_logs(
+    spec: ModelSpec, placement: Placement, budgets: Budgets, reserve: int | None = None
+) -> tuple[Placement, str]:
+    """The placement with logs for updates that are guessed, and what was decided: as many as LOG_SHARE and the host's
+    memory allow, and those of other blocks on the device. `reserve`: device memory that activations take; None: no one
+    knows, and none is used."""
     size = log_place_bytes(spec, placement)
     able = sum(keeps_log(unit, placement) for unit in spec.units)
-    room = budgets.host - host_bytes(footprint(spec, placement), budgets)
-    count = min(able, int(min(LOG_SHARE * spec.parameters, room * (1 - WORK_SHARE)) // size)) if size else 0
+    if not able:
+        return placement, "none: no optimizer state of blocks is in host memory"
+    room = min(LOG_SHARE * spec.parameters, _room(spec, placement, budgets) * (1 - WORK_SHARE))
+    count = min(able, max(0, int(room // size)))
+    distant = 0
+    if count > LOG_STAGES and not budgets.shared:  # their stages take the place of logs
+        distant = min(able - (count - LOG_STAGES), _distant(spec, placement, budgets, size, reserve))
+        count, distant = (count - LOG_STAGES, distant) if distant > LOG_STAGES else (count, 0)
     if count < 1:
-        reason = "no memory for a log" if able else "no optimizer state of blocks is in host memory"
-        return placement, f"none: {reason}"
-    text = f"updates of {count} of {able} blocks begin in the backward and are taken back when the step is clipped"
-    return replace(placement, logs=count), f"{text}; {format_bytes(count * size)} of logs"
+        return placement, "none: no memory for a log"
+    return replace(placement, logs=count, device_logs=distant), f"logs for the updates of {count + distant} blocks fit"
+
+
+def _room(spec: ModelSpec, placement: Placement, budgets: Budgets) -> int:
+    return budgets.host - host_bytes(footprint(spec, placement), budgets)
+
+
+def _distant(spec: ModelSpec, placement: Placement, budgets: Budgets, size: int, reserve: int | None) -> int:
+    """Logs for which the device has room, where it is known what else a step takes there."""
+    if budgets.device is None or reserve is None:
+        return 0
+    room = budgets.device - reserve - footprint(spec, placement).device_bytes
+    return max(0, int(room * (1 - WORK_SHARE) // round_up(size)))
 
 
 def shared(spec: ModelSpec, placement: Placement, cost: float) -> tuple[str, ...]:

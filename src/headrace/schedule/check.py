@@ -6,7 +6,7 @@ import re
 
 from headrace.schedule.op import LANES, VERBS, Op, Program
 
-_PLACE = re.compile(r"[shgaquil]\d+")
+_PLACE = re.compile(r"[shgaquilv]\d+")
 
 
 def check(program: Program) -> list[str]:

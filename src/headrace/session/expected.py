@@ -42,4 +42,4 @@ def _guesses(session: Session, work: Work) -> bool:
     """The next backward makes updates that step() will confirm, if steps go on as the last one: it was not clipped."""
     options, verdict = session.options, session._actions.verdicts.get(session.steps)
     last = options.accumulation is not None and work.micro_batches >= options.accumulation
-    return bool(last and session.placement.logs and verdict is not None and verdict.scale == 1.0)
+    return bool(last and session.placement.log_places and verdict is not None and verdict.scale == 1.0)

@@ -50,8 +50,10 @@ class Guessing:
             unit for unit in dict.fromkeys(blocks)
             if keeps_log(stream.spec.units[unit], placement) and min(steps[unit]) >= SETTLED
         ]  # fmt: skip
-        free = [f"l{number}" for number in range(placement.logs) if f"l{number}" not in self._chosen.values()]
-        chosen = dict(zip([unit for unit in fitting if unit not in self._chosen], free, strict=False))
+        free = [place for place in placement.log_places if place not in self._chosen.values()]
+        fitting = [unit for unit in fitting if unit not in self._chosen]
+        since = min(placement.guess_from, max(0, len(fitting) - len(free)))
+        chosen = dict(zip(fitting[since:], free, strict=False))
         self._chosen.update(chosen)
         return chosen, notes
 

@@ -53,9 +53,12 @@ def _tell(found: Plan, options: Options, budgets: Budgets, events: EventLog, una
     events.add("updates", updates, on_device=len(passing), units=sum(bool(u.trained.entries) for u in spec.units),
                pieces=format_bytes(pieces))  # fmt: skip
     if options.accumulation is not None and not options.updates_at_once:
-        logs = sum(keeps_log(unit, placement) for unit in spec.units)
-        events.add("guesses", f"none: {unable}" if unable else guesses, logs=placement.logs, blocks=logs,
-                   bytes=format_bytes(placement.logs * log_place_bytes(spec, placement)))  # fmt: skip
+        blocks, logs = sum(keeps_log(unit, placement) for unit in spec.units), len(placement.log_places)
+        if logs:
+            guesses = f"updates of {logs} of {blocks} blocks begin in the backward, and are taken back if it is clipped"
+        events.add("guesses", f"none: {unable}" if unable else guesses, logs=logs, blocks=blocks,
+                   on_device=placement.device_logs, waiting=placement.guess_from,
+                   bytes=format_bytes(logs * log_place_bytes(spec, placement)))  # fmt: skip
     ways = [placement.activations[u.index] if placement.activations else RECOMPUTE for u in found.choice.subject.blocks]
     events.add("placement", summary(spec, placement), why=found.why,
                device_memory="no limit" if budgets.device is None else format_bytes(budgets.device),

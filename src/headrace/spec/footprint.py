@@ -13,6 +13,8 @@ ALIGNMENT = 256
 """Where tensors inside a place begin."""
 ROW_PIECE = 16 << 20
 """Bytes of an embedding's rows that the link carries at a time: with fewer it would be slower."""
+LOG_STAGES = 2
+"""Places in host memory that logs on the device pass: one is written while the other is on its way."""
 ROW_PIECES = 4
 """Places for them: two for weights on their way up, two for gradients on their way down."""
 
@@ -172,6 +174,9 @@ def footprint(spec: ModelSpec, placement: Placement) -> Footprint:
         host["stages"] += slot * placement.slots
     if placement.logs:
         host["logs"] = placement.logs * round_up(log_place_bytes(spec, placement))
+    if placement.device_logs:
+        device["logs"] = placement.device_logs * round_up(log_place_bytes(spec, placement))
+        host["stages"] += LOG_STAGES * round_up(log_place_bytes(spec, placement))
     host["grads"] += placement.ring * round_up(ring_bytes(spec, placement))
     host["stages"] += send * placement.grad_slots  # where gradients to be added arrive
     host["stages"] += ROW_PIECES * row_piece_bytes(spec, placement)

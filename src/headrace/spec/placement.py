@@ -35,6 +35,11 @@ class Placement:
     pieces: int = 3
     logs: int = 0
     """Logs in host memory of updates that are made before the norm of all gradients is known."""
+    device_logs: int = 0
+    """More of them, in device memory."""
+    guess_from: int = 0
+    """Blocks whose gradients come first and are not guessed, where logs do not suffice for all: the next forward needs
+    them last, and hides their updates."""
     ring: int = 0
     """Host places that the gradients of blocks pass through, when every block is updated at once. 0: each has one."""
     late: frozenset[int] = frozenset()
@@ -54,6 +59,11 @@ class Placement:
         if self.state[unit] == DEVICE:
             return DEVICE
         return self.updates[unit] if self.updates else HOST
+
+    @property
+    def log_places(self) -> list[str]:
+        """Names of all places for logs."""
+        return [f"l{number}" for number in range(self.logs)] + [f"v{number}" for number in range(self.device_logs)]
 
     def rings(self, unit: int, passes: bool) -> bool:
         """The unit's gradients pass the ring. `passes`: they can, see Unit.passes_ring."""

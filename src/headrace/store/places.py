@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from headrace.spec.footprint import (
+    LOG_STAGES,
     ROW_PIECES,
     decoded_bytes,
     guard_bytes,
@@ -53,6 +54,8 @@ def places_of(spec: ModelSpec, placement: Placement) -> Iterator[Place]:
         ("h", slot if staged else 0, placement.slots, HOST, "stages"),
         ("a", send, placement.grad_slots, HOST, "stages"),
         ("l", log_place_bytes(spec, placement), placement.logs, HOST, "logs"),
+        ("v", log_place_bytes(spec, placement), placement.device_logs, DEVICE, "logs"),
+        ("w", log_place_bytes(spec, placement), LOG_STAGES if placement.device_logs else 0, HOST, "stages"),
         ("q", ring_bytes(spec, placement), placement.ring, HOST, "grads"),
         ("u", stage, placement.update_slots, HOST, "stages"),
         ("e", piece, ROW_PIECES if piece else 0, HOST, "stages"),

@@ -79,7 +79,8 @@ class Regions:
         """Times that a unit's weights were written from outside, since they were opened."""
         self.places: dict[str, Tensor] = {}
         """Slots s0.., host stages h0.., gradient slots g0.., places of updates on the device d0.., arrival stages a0..,
-        update stages u0.., rows of an embedding e0.., logs of guesses l0.., the fp32 buffer `total`, decoded weights
+        update stages u0.., rows of an embedding e0.., logs of guesses l0.. and, on the device, v0.., which
+        these pass w0.., the fp32 buffer `total`, decoded weights
         `decoded`, the rest's gradients on the device `r`, its weights as the device has them `rest`; and for the check
         of one block `check weights`, `check grads`, and `check stage` for what comes from the disk."""
         device_parts: list[tuple[Callable[[Tensor], None], int]] = []

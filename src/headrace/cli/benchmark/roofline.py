@@ -82,7 +82,7 @@ def loads(spans: Sequence[Span], spec: ModelSpec, steps: int) -> dict[str, Load]
         if unit is not None and (span.op.verb, span.op.region) == ("UPDATE", "state"):
             count = sum(entry.numel for entry in unit.trained.entries)
             elements[span.lane] += count
-            early[span.lane] += count * (span.program == "backward" or span.op.place.startswith("l"))
+            early[span.lane] += count * (span.program == "backward" or span.op.place.startswith(("l", "v")))
     return {
         lane: Load(seconds / steps, moved[lane] / steps, elements[lane] / steps, early[lane] / steps)
         for lane, seconds in busy.items()

@@ -1,0 +1,108 @@
+"""Where the log of a guessed update lies: in host memory, or on the device, which it reaches through a stage there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Log(Protocol):
+    """Bytes that one update writes and that are read again only where it is taken back or completed."""
+
+    def begin(self) -> Tensor:
+        """Host memory to write them into."""
+
+    def end(self) -> None:
+        """They are written."""
+
+    def again(self) -> Tensor:
+        """They, in host memory."""
+
+    def drop(self) -> None:
+        """Nobody will read them."""
+
+
+@dataclass
+class HostLog:
+    """One in host memory."""
+
+    place: Tensor
+
+    def begin(self) -> Tensor:
+        return self.place
+
+    def end(self) -> None: ...
+
+    def again(self) -> Tensor:
+        return self.place
+
+    def drop(self) -> None: ...
+
+
+class LogStages:
+    """Host memory that logs pass on their way to the device and back, on a stream of their own. One thread uses it."""
+
+    def __init__(self, places: Sequence[Tensor], device: torch.device) -> None:
+        self._places = places
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._ends: list[torch.cuda.Event | None] = [None] * len(places)
+        self._turn = 0
+        self.to_device = 0
+        """Bytes that went up since the session opened."""
+
+    def take(self) -> int:
+        """A stage that nothing passes any more."""
+        self._turn = (self._turn + 1) % len(self._places)
+        self.wait(self._turn)
+        return self._turn
+
+    def place(self, stage: int) -> Tensor:
+        return self._places[stage]
+
+    def send(self, stage: int, target: Tensor) -> None:
+        self._copy(target, self._places[stage], stage)
+        self.to_device += target.nbytes
+
+    def fetch(self, source: Tensor) -> Tensor:
+        """Its bytes, until the stage is taken again."""
+        stage = self.take()
+        self._copy(self._places[stage], source, stage)
+        self.wait(stage)
+        return self._places[stage]
+
+    def wait(self, stage: int) -> None:
+        event, self._ends[stage] = self._ends[stage], None
+        if event is not None:
+            event.synchronize()
+
+    def _copy(self, target: Tensor, source: Tensor, stage: int) -> None:
+        with torch.cuda.stream(self._stream):  # of None: where there is no stream
+            target.copy_(source, non_blocking=True)
+        if self._stream is not None:
+            self._ends[stage] = self._stream.record_event(torch.cuda.Event(blocking=True))
+
+
+@dataclass
+class DistantLog:
+    """One in device memory."""
+
+    home: Tensor
+    stages: LogStages
+    _stage: int = -1
+
+    def begin(self) -> Tensor:
+        self._stage = self.stages.take()
+        return self.stages.place(self._stage)
+
+    def end(self) -> None:
+        self.stages.send(self._stage, self.home)
+
+    def again(self) -> Tensor:
+        return self.stages.fetch(self.home)
+
+    def drop(self) -> None:
+        self.stages.wait(self._stage)
