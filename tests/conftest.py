@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests make their own models and tokenizers
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+CACHE = tempfile.TemporaryDirectory(prefix="headrace-tests-")  # profiles of this machine stay as they are
+os.environ["HEADRACE_CACHE_DIR"] = CACHE.name
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -185,7 +185,7 @@ def test_the_options_are_in_force(tmp_path: Path) -> None:
     assert used == {
         "window": 2, "rows": 1, "update": "host", "moments": "bfloat16", "disk_dir": str(tmp_path),
         "activations": "keep", "placement": {"weights": "host", "state": "disk"}, "device": "cpu", "compile": False,
-        "max_grad_norm": 1.0, "accumulation": 1,
+        "max_grad_norm": 1.0, "accumulation": 1, "batch_shape": [2, 16],
     }  # fmt: skip
     names = {bound["name"] for bound in report["works"][0]["roofline"]}
     assert {"disk read", "disk write", "link up", "compute"} <= names

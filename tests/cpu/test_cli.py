@@ -251,7 +251,7 @@ def test_pipe_gets_plain_lines_first_and_last_and_not_more_than_one_a_second(
 
 def test_options_of_the_file_are_frozen() -> None:
     """An option more is a decision, not an accident."""
-    assert len(RunConfig.model_fields) == 53 and len(Lora.model_fields) == 9
+    assert len(RunConfig.model_fields) == 54 and len(Lora.model_fields) == 9
 
 
 def test_full_disk_is_one_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,9 +42,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return save_model(folder / "model"), save_data(folder / "data.jsonl")
 
 
-def test_the_record_of_a_run(world: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_record_of_a_run(world: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line per step with what it took; traffic adds up to the session's; every event with its numbers; traces of
     the steps asked for."""
+    monkeypatch.setenv("HEADRACE_CACHE_DIR", str(tmp_path / "cache"))  # of a machine that was never measured
     changes = {"disk_dir": tmp_path / "spill", "placement": "{weights: disk, state: disk}", "trace": "every 2"}
     code, printed = headrace(*arguments(*world, tmp_path / "out", save_every=3, **changes))
     assert code == 0, printed

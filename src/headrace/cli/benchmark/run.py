@@ -163,6 +163,9 @@ class _Runs:
         arithmetic = arithmetic_of(model)
         own: dict[str, Any] = {"accumulation": min(work.micro_batches for work in works)}
         own |= {"max_grad_norm": works[0].max_grad_norm} if clips else {"on_nonfinite": "stop"}
+        if len({work.micro_batches for work in works}) == 1:  # else a step may take more than the plan would count
+            most = max(works, key=lambda work: work.rows * work.sequence)
+            own["batch_shape"] = (most.rows, most.sequence)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=request.lr)
         options = {**own, "compile": self._compile, **self._asked.options}
         model, optimizer = headrace.wrap(model, optimizer, **options)
