@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import headrace
 from against_plain import adamw, assert_close, assert_equal, weights
+from gpu.test_activations_gpu import model
 from headrace.session.surviving import surviving
 from headrace.spec.placement import DEVICE
 
@@ -30,15 +30,6 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
     torch.cuda.set_per_process_memory_fraction(1.0)
     torch.cuda.empty_cache()
-
-
-def model() -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=512, intermediate_size=1376, num_hidden_layers=8, num_attention_heads=8,
-        num_key_value_heads=8, attn_implementation="sdpa",
-    )  # fmt: skip
-    return LlamaForCausalLM(config).bfloat16()
 
 
 def ids_of(step: int, tokens: int) -> torch.Tensor:

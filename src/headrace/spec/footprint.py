@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from headrace.spec.formats import itemsize, undo_log_bytes
@@ -141,12 +142,11 @@ class Footprint:
 
 def footprint(spec: ModelSpec, placement: Placement) -> Footprint:
     """What `placement` allocates for `spec`."""
-    units = spec.units
     device = {"weights": 0, "state": 0, "grads": 0}
     host = {"weights": 0, "state": 0, "grads": 0, "stages": 0}
     disk = {"weights": 0, "state": 0}
     tiers = {DEVICE: device, HOST: host, DISK: disk}
-    for unit in units:
+    for unit in spec.units:
         home, state = placement.home(unit.index), placement.state[unit.index]
         if not (home == DISK and unit.in_files):
             tiers[home]["weights"] += round_up(unit.stored.nbytes)
@@ -161,28 +161,52 @@ def footprint(spec: ModelSpec, placement: Placement) -> Footprint:
             if unit.kind == REST and state != DEVICE:
                 device["grads"] += round_up(unit.grads.nbytes)
                 host["stages"] += round_up(unit.trained_bytes)
-    streaming = [unit for unit in units if placement.streams(unit.index)]
-    sending = [u for u in units if u.trained.entries and placement.state[u.index] != DEVICE and u.kind != REST]
-    slot = round_up(max((unit.stored.nbytes for unit in streaming), default=0))
-    device["weights"] += slot * placement.slots + round_up(decoded_bytes(spec))
-    send = round_up(max((unit.sent.nbytes for unit in sending), default=0))
-    device["grads"] += send * placement.grad_slots
-    device["grads"] += round_up(max((total_bytes(unit) for unit in sending if needs_total(unit)), default=0))
-    if any(passes_device(unit, placement) for unit in units):
-        device["state"] += placement.pieces * round_up(piece_bytes(spec, placement))
-    if placement.staged and any(placement.home(unit.index) == DISK for unit in streaming):
-        host["stages"] += slot * placement.slots
-    if placement.logs:
-        host["logs"] = placement.logs * round_up(log_place_bytes(spec, placement))
-    if placement.device_logs:
-        device["logs"] = placement.device_logs * round_up(log_place_bytes(spec, placement))
-        host["stages"] += LOG_STAGES * round_up(log_place_bytes(spec, placement))
-    host["grads"] += placement.ring * round_up(ring_bytes(spec, placement))
-    host["stages"] += send * placement.grad_slots  # where gradients to be added arrive
-    host["stages"] += ROW_PIECES * row_piece_bytes(spec, placement)
-    host["stages"] += placement.update_slots * max((stage_bytes(unit, placement) for unit in units), default=0)
-    guard = guard_bytes(spec, placement)
-    if guard.weights:
-        device["guard"] = round_up(guard.weights)
-        host["guard"] = round_up(guard.grads) + round_up(guard.stage)
+    for place in places_of(spec, placement):
+        if place.nbytes:
+            tiers[place.tier][place.region] = tiers[place.tier].get(place.region, 0) + round_up(place.nbytes)
     return Footprint(device, host, disk)
+
+
+@dataclass(frozen=True)
+class Place:
+    """One place. `region`: what its bytes count as."""
+
+    name: str
+    nbytes: int
+    tier: str
+    region: str
+
+
+def places_of(spec: ModelSpec, placement: Placement) -> Iterator[Place]:
+    """All of them, see Regions.places. Where units move, they may grow, or come to be."""
+    streaming = [unit for unit in spec.units if placement.streams(unit.index)]
+    sending = [u for u in spec.units if u.trained.entries and placement.state[u.index] != DEVICE and u.kind != REST]
+    slot = max((unit.stored.nbytes for unit in streaming), default=0)
+    send = max((unit.sent.nbytes for unit in sending), default=0)
+    total = max((total_bytes(unit) for unit in sending if needs_total(unit)), default=0)
+    stage = max((stage_bytes(unit, placement) for unit in spec.units), default=0)
+    staged = placement.staged and any(placement.home(unit.index) == DISK for unit in streaming)
+    guard = guard_bytes(spec, placement)
+    passing = any(passes_device(unit, placement) for unit in spec.units)
+    piece = row_piece_bytes(spec, placement)
+    log = log_place_bytes(spec, placement) if placement.log_places else 0
+    for kind, nbytes, count, tier, region in (
+        ("s", slot, placement.slots, DEVICE, "weights"),
+        ("decoded", decoded_bytes(spec), 1, DEVICE, "weights"),
+        ("g", send, placement.grad_slots, DEVICE, "grads"),
+        ("total", total, 1, DEVICE, "grads"),
+        ("d", piece_bytes(spec, placement) if passing else 0, placement.pieces if passing else 0, DEVICE, "state"),
+        ("h", slot if staged else 0, placement.slots, HOST, "stages"),
+        ("a", send, placement.grad_slots, HOST, "stages"),
+        ("l", log, placement.logs, HOST, "logs"),
+        ("v", log, placement.device_logs, DEVICE, "logs"),
+        ("w", log, LOG_STAGES if placement.device_logs else 0, HOST, "stages"),
+        ("q", ring_bytes(spec, placement) if placement.ring else 0, placement.ring, HOST, "grads"),
+        ("u", stage, placement.update_slots, HOST, "stages"),
+        ("e", piece, ROW_PIECES if piece else 0, HOST, "stages"),
+        ("check weights", guard.weights, 1, DEVICE, "guard"),
+        ("check grads", guard.grads, 1, HOST, "guard"),
+        ("check stage", guard.stage, 1, HOST, "guard"),
+    ):
+        for number in range(count):
+            yield Place(f"{kind}{number}" if len(kind) == 1 else kind, nbytes, tier, region)

@@ -6,11 +6,10 @@ from torch import Tensor
 
 from headrace.base.errors import PlanError
 from headrace.base.units import format_bytes
-from headrace.spec.footprint import round_up
+from headrace.spec.footprint import Place, places_of, round_up
 from headrace.spec.model import Unit
 from headrace.spec.placement import DEVICE, Placement
 from headrace.store.memory import DeviceArena
-from headrace.store.places import Place, places_of
 from headrace.store.regions import Regions, typed
 
 REGIONS = ("weights", "state", "grads")

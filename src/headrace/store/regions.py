@@ -20,14 +20,13 @@ from headrace.base.errors import PlanError
 from headrace.base.events import EventLog
 from headrace.base.units import format_bytes
 from headrace.codec.entries import unpack_into, unpacking
-from headrace.spec.footprint import Footprint, footprint, round_up
+from headrace.spec.footprint import Footprint, footprint, places_of, round_up
 from headrace.spec.layout import Layout
 from headrace.spec.model import REST, ModelSpec, Unit
 from headrace.spec.placement import DEVICE, DISK, HOST, Placement
 from headrace.store.disk import DiskFile
 from headrace.store.files import FileWeights, Piece
 from headrace.store.memory import Arena, DeviceArena, HostArena
-from headrace.store.places import places_of
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
