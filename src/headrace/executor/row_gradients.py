@@ -46,7 +46,8 @@ class RowGradients:
         elif left is not None:
             ledger.sparse[tile] = torch.cat([left, index]).unique()
         if ops.reaches(rows.device, total):
-            square += float(ops.add_rows_(total, index.to(rows.device), rows))
+            there = index if index.device == rows.device else index.pin_memory().to(rows.device, non_blocking=True)
+            square += arrived(ops.add_rows_(total, there, rows))
             self._sent(index.numel() * total.shape[1] * total.itemsize if total.device != rows.device else 0)
         else:
             for part, there in self._pieces(rows, total.device):
@@ -75,6 +76,17 @@ class RowGradients:
             event.synchronize()
         self._sent(place.nbytes)
         return part, place
+
+
+def arrived(value: Tensor) -> float:
+    """A number from a device, to wait for asleep: where torch itself waits it keeps a core busy."""
+    if not value.is_cuda:
+        return float(value)
+    here = torch.empty((), dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+    event = copied(value.device)
+    assert event is not None
+    event.synchronize()
+    return float(here)
 
 
 def copied(device: torch.device) -> torch.cuda.Event | None:
