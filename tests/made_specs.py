@@ -7,9 +7,9 @@ from dataclasses import replace
 from itertools import product
 
 from headrace.plan.cards import card_named, machine
+from headrace.plan.choice import Wanted
 from headrace.plan.decide import Plan, plan
 from headrace.plan.place import Budgets
-from headrace.plan.search import Wanted
 from headrace.plan.subject import Subject, Work
 from headrace.plan.typical import typical
 from headrace.schedule.build import ROWS, Visit

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from headrace.base.errors import OptionError, PlanError
 from headrace.plan.cards import card_named, machine
+from headrace.plan.choice import Point, Wanted
 from headrace.plan.decide import ASSUMED, Plan, plan
 from headrace.plan.memory import peaks
 from headrace.plan.modes import adapters, full
 from headrace.plan.place import WORK_SHARE, Budgets, host_bytes
-from headrace.plan.search import SAME, TIERS, Point, Search, Wanted
+from headrace.plan.search import SAME, TIERS, Search
 from headrace.plan.shapes import SHAPES, subject_of
 from headrace.plan.subject import Subject, Work
 from headrace.spec.footprint import footprint

@@ -12,10 +12,11 @@ import pytest
 
 from headrace.base.errors import FormatError, OptionError
 from headrace.plan.cards import CARDS, card_named, machine
+from headrace.plan.choice import Point
 from headrace.plan.memory import peaks
 from headrace.plan.modes import MODES, RANK, adapters
 from headrace.plan.place import Budgets
-from headrace.plan.search import Point, Search
+from headrace.plan.search import Search
 from headrace.plan.shapes import SHAPES, subject_of
 from headrace.plan.subject import Work
 from headrace.spec.hardware import Calibration, DiskRates, HardwareProfile
@@ -156,6 +157,19 @@ def test_rows_pass_a_block_in_parts_where_all_do_not_fit() -> None:
     assert choice is not None and choice.work.at_once is not None and choice.work.at_once < 32
     more = peaks(choice.subject, choice.placement, replace(choice.work, at_once=2 * choice.work.at_once), H200)
     assert more.device_bytes > 5 * GIB
+
+
+def test_fewer_rows_at_once_leave_updates_room_on_the_device() -> None:
+    """All rows fit 6.5 GiB, and then the host updates alone: 2.6 s a step, where half of them take 2.1."""
+    subject, budgets = subject_of("7b", SHAPES["7b"]).on_windows(), Budgets(int(6.5 * GIB), 118 * GIB, None, False)
+    both = Search(subject, H200, budgets).best(Work(8, 1024, clips=True))
+    whole = Search(subject, H200, budgets).best(Work(8, 1024, at_once=8, clips=True))
+    assert both is not None and whole is not None
+    assert both.work.at_once == 4 and "device" in both.placement.updates and "device" not in whole.placement.updates
+    assert both.step.seconds < 0.85 * whole.step.seconds
+    assert both.peaks.device_bytes <= budgets.device  # type: ignore[operator]
+    roomy = Search(subject, H200, replace(budgets, device=24 * GIB)).best(Work(8, 1024, clips=True))
+    assert roomy is not None and roomy.work.at_once is None
 
 
 def test_frozen_weights_have_one_home() -> None:

@@ -8,12 +8,12 @@ import pytest
 
 from headrace.plan import updates
 from headrace.plan.cards import card_named, machine
+from headrace.plan.choice import Wanted
 from headrace.plan.cost import Costs
 from headrace.plan.decide import plan
 from headrace.plan.memory import peaks
 from headrace.plan.modes import adapters, full
 from headrace.plan.place import Budgets
-from headrace.plan.search import Wanted
 from headrace.plan.shapes import SHAPES, subject_of
 from headrace.plan.step import programs, simulated
 from headrace.plan.subject import Subject, Work

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from headrace.base.errors import OptionError
 from headrace.base.units import format_bytes
+from headrace.plan.choice import Choice, Point, Wanted
 from headrace.plan.memory import Peaks
 from headrace.plan.pace import paced
 from headrace.plan.place import (
@@ -16,7 +17,7 @@ from headrace.plan.place import (
     shortfalls,
     told_tiers,
 )
-from headrace.plan.search import Choice, Point, Search, Wanted
+from headrace.plan.search import Search
 from headrace.plan.step import Step
 from headrace.plan.subject import Subject, Work
 from headrace.plan.summary import summary

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from headrace.plan.choice import Choice, Wanted
 from headrace.plan.modes import MODES, Mode
 from headrace.plan.place import Budgets
-from headrace.plan.search import BATCHES, Choice, Search, Wanted
+from headrace.plan.search import BATCHES, Search
 from headrace.plan.shapes import SHAPES, subject_of
 from headrace.plan.subject import Subject, Work
 from headrace.spec.hardware import HardwareProfile

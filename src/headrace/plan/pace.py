@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from headrace.plan.choice import Choice
 from headrace.plan.cost import Costs
-from headrace.plan.search import Choice
 from headrace.plan.step import simulated
 from headrace.spec.footprint import LOG_STAGES, keeps_log
 from headrace.spec.hardware import HardwareProfile

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from headrace.base.errors import PlanError
+from headrace.plan.choice import Choice, Found, Named, Point, Wanted
 from headrace.plan.cost import Costs
 from headrace.plan.memory import Peaks, graph_bytes, peaks
-from headrace.plan.place import WORK_SHARE, Budgets, ByUnit, activations_for, host_bytes, once, tiers_for
-from headrace.plan.step import STEPS, Step, programs, simulated
+from headrace.plan.place import WORK_SHARE, Budgets, activations_for, host_bytes, once, tiers_for
+from headrace.plan.step import STEPS, programs, simulated
 from headrace.plan.subject import Subject, Work
 from headrace.plan.updates import place_logs, place_updates
 from headrace.schedule.op import Program
@@ -36,63 +37,6 @@ SAME = 0.01
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 RING = 3
 """Host places for gradients when updates follow each block's backward at once: one arrives, one is used, one waits."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What is fixed before the search. "auto" and None: it may choose."""
-
-    placement: str | dict[str, ByUnit] = "auto"
-    slots: int | None = None
-    activations: ByUnit = "auto"
-    update: str = "auto"
-    logs: bool = True
-    """Updates may be begun before the norm is known, where there are logs to take them back from."""
-    guarded: bool = False
-    compiled: bool = True
-    extra_host: int = 0
-    """Bytes of host memory that are taken beside all that is counted here."""
-    extra_device: int = 0
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A placement and what is expected of it."""
-
-    subject: Subject = field(repr=False)
-    placement: Placement
-    work: Work
-    peaks: Peaks
-    step: Step
-    tiers: tuple[str, str]
-    """Of weights and state; of a mixture the slower ones."""
-    mixed: bool = False
-    """Some blocks have faster tiers."""
-    notes: tuple[str, str] = ("", "")
-    """Where updates run, and which of them are guessed."""
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.work.tokens / self.step.seconds
-
-
-@dataclass(frozen=True)
-class Point:
-    """One point of the space that is searched."""
-
-    tiers: tuple[str, str]
-    slots: int
-    faster: tuple[str, str] | None = None
-    """Tiers of some of the blocks, spread evenly among the others."""
-    count: int = 0
-    """How many."""
-    update: str = "auto"
-    kept: int = 0
-    """Blocks at the end whose activations are kept."""
-
-
-Named = tuple[Sequence[str], Sequence[str]]
-"""Tiers of weights and state, by unit."""
 
 
 class Search:
@@ -121,7 +65,7 @@ class Search:
 
     def best(self, work: Work) -> Choice | None:
         """The fastest for this work; None when nothing fits. Rows pass a block all at once, or as many as fit."""
-        chosen = self._first(work)
+        chosen = self._by_rows(work, self._fastest)
         return None if chosen is None else self._refined(*chosen)
 
     def best_rows(
@@ -130,7 +74,7 @@ class Search:
         """The smallest batch that WORTH more tokens a second would need a larger one for."""
         found: tuple[Point, Choice] | None = None
         for rows in batches:
-            chosen = self._first(Work(rows, sequence, micro_batches, clips=clips))
+            chosen = self._by_rows(Work(rows, sequence, micro_batches, clips=clips), self._fastest)
             if chosen is None:
                 break
             if found is not None and chosen[1].tokens_per_second < found[1].tokens_per_second * (1 + WORTH):
@@ -165,12 +109,16 @@ class Search:
     def forced(self, point: Point, work: Work, named: Named | None = None) -> Choice | None:
         """What is expected of a point that is taken whether its activations fit or not; None where its updates do
         not."""
-        for rows in self._rows(work) if self.known else ():
+
+        def there(rows: Work) -> tuple[Point, Choice] | None:
             choice = self.at(point, rows, named)
-            if choice is not None:
-                kept = self._keeping(point, choice, named) if self._may_keep else []
-                found = [(point, choice), *kept]
-                return self._refined(*min(found, key=lambda each: each[1].step.seconds), named)
+            kept = self._keeping(point, choice, named) if choice is not None and self._may_keep else []
+            found = [(point, choice), *kept] if choice is not None else []
+            return min(found, key=lambda each: each[1].step.seconds, default=None)
+
+        chosen = self._by_rows(work, there) if self.known else None
+        if chosen is not None:
+            return self._refined(*chosen, named)
         return self._expected(self.placed(point, work, named)[0], point, work)
 
     @property
@@ -196,12 +144,15 @@ class Search:
             rows = -(-rows // 2)
             yield replace(work, at_once=rows)
 
-    def _first(self, work: Work) -> tuple[Point, Choice] | None:
+    def _by_rows(self, work: Work, find: Callable[[Work], Found | None]) -> Found | None:
+        """With as many rows at once as fit, or with fewer where that is WORTH it: updates may use what they leave."""
+        best: Found | None = None
         for rows in self._rows(work):
-            chosen = self._fastest(rows)
-            if chosen is not None:
-                return chosen
-        return None
+            found = find(rows)
+            if best is not None and (found is None or found[1].step.seconds > best[1].step.seconds * (1 - WORTH)):
+                break
+            best = found
+        return best
 
     def _fastest(self, work: Work) -> tuple[Point, Choice] | None:
         """Of all units on the same tiers, and of mixtures of these."""

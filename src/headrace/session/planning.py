@@ -9,9 +9,9 @@ from headrace.base.events import EventLog
 from headrace.base.units import format_bytes
 from headrace.model.units import Anatomy
 from headrace.optim.rules import Rule
+from headrace.plan.choice import Wanted
 from headrace.plan.decide import ASSUMED, Plan, plan
 from headrace.plan.place import Budgets
-from headrace.plan.search import Wanted
 from headrace.plan.subject import Work
 from headrace.plan.summary import summary
 from headrace.session.options import Options
@@ -65,6 +65,6 @@ def _tell(found: Plan, options: Options, budgets: Budgets, events: EventLog, una
                host_memory=format_bytes(budgets.host), kept=ways.count(KEEP), recomputed=ways.count(RECOMPUTE),
                inputs_in_ram=ways.count(SEND))  # fmt: skip
     if found.rows is not None and options.rows is None:
-        events.add("rows", "of a micro-batch pass a block in parts, so that they fit", rows=found.rows,
-                   of=found.work.rows)  # fmt: skip
+        text = "of a micro-batch pass a block in parts: more do not fit, or leave updates no room"
+        events.add("rows", text, rows=found.rows, of=found.work.rows)
     events.add("plan", "what a step is expected to take", **found.numbers())

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
 from headrace.base.units import format_bytes
+from headrace.plan.choice import Choice
 from headrace.plan.outlook import Outlook
 from headrace.plan.place import Budgets
-from headrace.plan.search import Choice
 from headrace.schedule.op import LANES, VERBS
 from headrace.spec.hardware import HardwareProfile
 
