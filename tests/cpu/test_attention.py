@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from typing import Any
 
 import pytest
@@ -118,6 +119,31 @@ def test_a_kernel_whose_bits_differ_is_left_out(monkeypatch: pytest.MonkeyPatch)
     seconds, left = attention_kernels(shape, torch.float32, CPU, repeatable=True)
     assert not seconds and "differ from run to run" in left["flash"]
     assert "flash" in attention_kernels(shape, torch.float32, CPU, repeatable=False)[0]
+
+
+def test_what_torch_says_of_kernels_reaches_nobody_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its warnings are silent while kernels are measured, both ways; those of others, and later ones, are not."""
+    own, own_grad = torch.nn.functional.scaled_dot_product_attention, torch.autograd.grad
+
+    def warning(*given: Any, **named: Any) -> torch.Tensor:
+        warnings.warn("Flash attention kernel not used because:", stacklevel=2)  # as torch does from C++
+        warnings.warn_explicit("somebody else's", UserWarning, "lane.py", 1, "another.thread")
+        return own(*given, **named)
+
+    def grad(*given: Any) -> Any:
+        warnings.warn_explicit("does not repeat its bits", UserWarning, "graph.py", 1, "torch.autograd.graph")
+        return own_grad(*given)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", warning)
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        attention_kernels(Shape(1, 2, 2, 5, 8), torch.float32, CPU, repeatable=False)
+        assert heard and {str(each.message) for each in heard} == {"somebody else's"}
+        heard.clear()
+        one = torch.ones(1, 2, 3, 4)
+        torch.nn.functional.scaled_dot_product_attention(one, one, one)
+        assert len(heard) == 2
 
 
 def test_a_kernel_that_cannot_leaves_it_to_others() -> None:

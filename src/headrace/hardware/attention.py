@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -69,6 +71,16 @@ def attention_kernels(
             out = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=grouped)
         return torch.autograd.grad(out, inputs, grad)
 
+    with _unwarned():
+        seconds, left = _measured(both, device, repeatable)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return seconds, left
+
+
+def _measured(
+    both: Callable[[], tuple[Tensor, ...]], device: torch.device, repeatable: bool
+) -> tuple[dict[str, float], dict[str, str]]:
     seconds: dict[str, float] = {}
     left: dict[str, str] = {}
     for name in NAMES:
@@ -85,9 +97,17 @@ def attention_kernels(
             left[name] = " ".join(str(error).split()[:12])
     if seconds:
         seconds[""] = _seconds(both, device)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
     return seconds, left
+
+
+@contextlib.contextmanager
+def _unwarned() -> Iterator[None]:
+    """torch warns of each kernel that cannot compute what it is given, and of gradients that differ from run to run; the
+    measurement says both. Only what is warned of from here is silent, so that other threads are heard."""
+    with warnings.catch_warnings():
+        for module in (__name__, "torch.autograd"):
+            warnings.filterwarnings("ignore", category=UserWarning, module=re.escape(module))
+        yield
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
