@@ -205,7 +205,7 @@ def test_a_later_longer_batch_moves_blocks_before_it_runs(measured: None) -> Non
             session = headrace.session(ours)
             HELD[0] = session._stream.regions
             if short:
-                session._trial.budget = HELD[0].device_bytes + 400_000
+                session._trial.budget = HELD[0].device_bytes + trial.UNSPLIT + 400_000
             losses = []
             for step, tokens in enumerate([9, 9, 36, 36, 9]):
                 loss = hf_loss(ours, batch(3, tokens, seed=step, vocabulary=257))
@@ -229,7 +229,7 @@ def test_what_a_user_has_placed_stays(monkeypatch: pytest.MonkeyPatch, measured:
     with streamed(llama(3), adamw, placement=everywhere, rows=2) as (ours, _):
         session = headrace.session(ours)
         HELD[0] = session._stream.regions
-        session._trial.budget = HELD[0].device_bytes + 90_000
+        session._trial.budget = HELD[0].device_bytes + trial.UNSPLIT + 90_000
         with pytest.raises(PlanError, match=r"placement='auto' lets 3 blocks.* leave the device"):
             hf_loss(ours, batch(2, 36, vocabulary=257))
         session._trial.budget = None

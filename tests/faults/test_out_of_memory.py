@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ from headrace.executor.guesses import Guesses
 from headrace.model.visit import BlockVisit
 from headrace.plan import updates
 from headrace.session.surviving import surviving
+from headrace.spec import footprint
 
 PER_ROW = 1 << 20
 """Bytes that a row of nine tokens takes in a block's backward, as these tests have it."""
@@ -54,7 +56,7 @@ def budget(model: Any, rows: float, hidden_rows: int) -> None:
     """Room for so many rows at a time, beside the hidden states of `hidden_rows` and the loss, which is small."""
     session = headrace.session(model)
     hidden = hidden_rows * 9 * session.model.config.hidden_size * 4  # type: ignore[union-attr,operator]
-    session._trial.budget = int(rows * PER_ROW) + trial.WINDOW_BUFFERS * hidden
+    session._trial.budget = int(rows * PER_ROW) + trial.beside(hidden)
 
 
 def told(model: Any, kind: str) -> list[str]:
@@ -88,6 +90,20 @@ def test_rows_that_fit_are_found(counted: list[int], options: dict[str, Any]) ->
         assert "3 of 7 pass a block at a time" in event and "MiB" in event
         bound, allowed = headrace.session(ours)._trial.bound, headrace.session(ours)._trial.budget
         assert bound is not None and allowed is not None and bound <= allowed
+
+
+@pytest.mark.parametrize(("piece", "elements"), [(1 << 22, 3 * 9 * 64), (9 * 64, 9 * 64)])
+def test_the_norm_behind_the_blocks_is_part_of_the_bound(
+    counted: list[int], monkeypatch: pytest.MonkeyPatch, piece: int, elements: int
+) -> None:
+    """Where it takes more than a block and the loss: 26 bytes for each element of a piece."""
+    monkeypatch.setattr(sys.modules[__name__], "PER_ROW", 1)
+    monkeypatch.setattr(trial, "LOGIT_BYTES", 0)
+    monkeypatch.setattr(footprint, "NORM_ELEMENTS", piece)
+    with streamed(llama(3), adamw) as (ours, _):
+        hf_loss(ours, batch(3, 9, vocabulary=257)).backward()
+        bound, hidden = headrace.session(ours)._trial.bound, 3 * 9 * 64 * 4
+        assert bound == 26 * elements + trial.beside(hidden) + 3 * hidden  # the inputs of three blocks
 
 
 def test_a_later_larger_batch_is_tried_too(counted: list[int]) -> None:
@@ -131,7 +147,7 @@ def test_fewer_but_longer_rows_are_tried_too(counted: list[int]) -> None:
         assert ours_trial.bound == bound and len(counted) == trials
         ours_trial.budget = None
         hf_loss(ours, batch(2, 45, vocabulary=257))
-        assert ours_trial.bound is not None and ours_trial.bound > 3 * bound
+        assert ours_trial.bound is not None and ours_trial.bound > 3 * bound - 2 * trial.UNSPLIT
 
 
 class Short:

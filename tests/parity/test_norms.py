@@ -48,7 +48,7 @@ def test_values_and_gradients(
     make: Any, dtype: torch.dtype, frozen: str, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole: the bits of the module. In pieces of 5 of 21 tokens: those of the sums in fp32."""
-    monkeypatch.setattr(norms, "ELEMENTS", elements)
+    monkeypatch.setattr(norms, "NORM_ELEMENTS", elements)
     found = []
     for norm in both(make, dtype):
         for weight in norm.parameters():
@@ -119,7 +119,7 @@ def test_a_window_in_pieces_trains_as_whole(monkeypatch: pytest.MonkeyPatch) -> 
     the module that it was."""
     weights = []
     for elements in (1 << 25, 64 * 4):
-        monkeypatch.setattr(norms, "ELEMENTS", elements)
+        monkeypatch.setattr(norms, "NORM_ELEMENTS", elements)
         model = llama(3)
         with streamed(model, adamw, max_grad_norm=1.0, accumulation=2) as (ours, optimizer):
             for step in range(3):

@@ -14,7 +14,7 @@ from headrace.base.errors import OptionError, PlanError
 from headrace.plan.cards import card_named, machine
 from headrace.plan.choice import Point, Wanted
 from headrace.plan.decide import ASSUMED, Plan, plan
-from headrace.plan.memory import peaks
+from headrace.plan.memory import activations, peaks
 from headrace.plan.modes import adapters, full
 from headrace.plan.place import WORK_SHARE, Budgets, host_bytes
 from headrace.plan.search import SAME, TIERS, Search
@@ -187,6 +187,14 @@ def test_a_plan_prints_its_numbers() -> None:
     assert decided(made(), Budgets(None, 1 << 30, None, True)).numbers()["batch"] == "1x64 tokens, assumed"
     with pytest.raises(OptionError, match="activations is unknown"):
         known(Budgets(8 * GIB, 100 * GIB, None, False), activations={"*": "disk"})
+
+
+def test_a_norm_outside_the_blocks_may_take_most() -> None:
+    """Where few rows pass the blocks at a time, and the head is small: it is given all rows of a micro-batch."""
+    none = {"logit_bytes": 0, "window_buffers": 0.0, "sliced_buffers": 0.0, "activations": 1e-3}
+    profile = replace(H200, calibration=replace(H200.calibration, **none))
+    for work, elements in ((Work(1, 512, 4), 512 * MODELS["1b"].hidden), (Work(64, 1024, at_once=1), 1 << 22)):
+        assert activations(MODELS["1b"], work, profile) == 26 * elements
 
 
 def test_all_tiers_are_pairs_that_a_search_may_take() -> None:

@@ -25,6 +25,7 @@ from headrace.executor.stream import Stream
 from headrace.model.surroundings import RandomState
 from headrace.model.visit import BlockVisit
 from headrace.plan.summary import counted
+from headrace.spec.footprint import norm_bytes
 from headrace.spec.model import BLOCK, REST, ModelSpec
 from headrace.spec.placement import KEEP, RECOMPUTE, SEND, Placement
 from headrace.store.regions import Regions
@@ -33,6 +34,9 @@ LOGIT_BYTES = 14
 """Working memory of the loss for each logit of a tile by chunk in plain torch; leaner kernels take no more."""
 WINDOW_BUFFERS = 6
 """Hidden states of the whole window that the outer forward and the graph hold at a time."""
+UNSPLIT = 16 << 20
+"""What torch's allocator gives beyond what is asked: a piece of more than 1 MiB is given whole where less than 1 MiB of
+it would be left. No more than 16 tensors are alive at a time that were not measured."""
 SHARE = 0.25
 """Part of all that may leave the device that does when nobody knows how much memory is lacking."""
 
@@ -86,7 +90,8 @@ class Trial:
         self.largest = max(self.largest, _rows(visit))
         if not self.checks or not measures(device) or visit.keeps:
             return False
-        largest = max((t.nbytes for t in (*tensors, *results) if t.is_floating_point()), default=0)
+        states = [t for t in (*tensors, *results) if t.is_floating_point()]
+        largest = max((t.nbytes for t in states), default=0)
         hidden, part = largest * len(visit.calls), largest * self._now(visit) // _rows(visit)
         if self._fits(hidden, part):
             return False
@@ -95,6 +100,7 @@ class Trial:
         base = allocated(device)
         random = RandomState.now(device)
         loss = _loss_bytes(visit.stream.spec, hidden)
+        outer = max(loss, norm_bytes(max((t.numel() for t in states), default=0)))  # after one another
         with torch.enable_grad(), self.sink.ignoring():
             needs = [t.is_floating_point() and t.requires_grad for t in tensors]
             grads = [torch.ones_like(r) if r.is_floating_point() else None for r in results]
@@ -103,7 +109,7 @@ class Trial:
                 guard = self.guard
                 check = peak(device, lambda: guard.rehearse(visit, tensors, needs, grads)) - base
                 sliced = any(len(call.slices) > 1 for call in visit.calls)
-                if self.budget is not None and base + check + WINDOW_BUFFERS * hidden > self.budget and sliced:
+                if self.budget is not None and base + check + beside(hidden) > self.budget and sliced:
                     guard.whole = False
                     self.events.add("guard", "the device has no room to check a block in one piece: it is checked some "
                                     "rows at a time", block=format_bytes(check))  # fmt: skip
@@ -116,7 +122,7 @@ class Trial:
                 kept = allocated(device) - base
                 del graphs
         random.restore(device)
-        others = base + max(work, loss) + WINDOW_BUFFERS * hidden
+        others = base + max(work, outer) + beside(hidden)
         self.bound = bound = others + self._activations(hidden, kept, others)
         self._hidden, self._part, self._base = hidden, part, base
         self.events.add("memory", f"device memory stays below {format_bytes(self.bound)}",
@@ -129,12 +135,12 @@ class Trial:
             self.events.add("memory", f"device memory stays below {format_bytes(self.bound)}",
                             allocated=format_bytes(self._base))  # fmt: skip
             return False
-        fitting = self._fitting(visit, work, loss, hidden)
+        fitting = self._fitting(visit, work, outer, hidden)
         if fitting and self._lower(visit, fitting):
             text = f"{fitting} of {_rows(visit)} pass a block at a time: with more a step would not fit"
             self.events.add("rows", text, needed=format_bytes(bound), allowed=format_bytes(self.budget))
             return True
-        refusal = self._refusal(visit, fitting, work, loss, hidden)
+        refusal = self._refusal(visit, fitting, work, outer, hidden)
         self.bound = None
         if not visit.block.buffers.change and self._move(self._most(unit), "with them not even a row would fit", unit):
             return True
@@ -164,7 +170,7 @@ class Trial:
         if self.bound is None:
             return 0
         grown = max(1.0, hidden / max(1, self._hidden), part / max(1, self._part))
-        return self._base + int((self.bound - self._base) * grown)
+        return self._base + int((self.bound - self._base - UNSPLIT) * grown) + UNSPLIT
 
     def _fits(self, hidden: int, part: int) -> bool:
         """Whether the bound holds for hidden states of so many bytes, `part` of them at a time, in proportion where
@@ -262,11 +268,11 @@ class Trial:
     def _now(self, visit: BlockVisit) -> int:
         return min(visit.stream.rows or _rows(visit), _rows(visit))
 
-    def _fitting(self, visit: BlockVisit, work: int, loss: int, hidden: int) -> int:
+    def _fitting(self, visit: BlockVisit, work: int, outer: int, hidden: int) -> int:
         """How many rows at a time fit, fewer than now; 0 where none does."""
-        room = self.budget - self._base - WINDOW_BUFFERS * hidden if self.budget is not None else 0
+        room = self.budget - self._base - beside(hidden) if self.budget is not None else 0
         now = self._now(visit)
-        return min(now - 1, int(now * room / max(work, 1))) if room >= loss else 0
+        return min(now - 1, int(now * room / max(work, 1))) if room >= outer else 0
 
     def _activations(self, hidden: int, kept: int, others: int) -> int:
         """Bytes that wait on the device for the backward: graphs of `kept` bytes of the blocks that keep them, inputs
@@ -293,7 +299,7 @@ class Trial:
                         input=format_bytes(hidden), room=format_bytes(max(0, room)))  # fmt: skip
         return waiting(after)
 
-    def _refusal(self, visit: BlockVisit, fitting: int, work: int, loss: int, hidden: int) -> PlanError:
+    def _refusal(self, visit: BlockVisit, fitting: int, work: int, outer: int, hidden: int) -> PlanError:
         advice = f"{self.advice}, or a smaller window"
         if fitting and not self.divides:
             advice = f"Use rows={fitting}: so many rows of the batch at once fit"
@@ -303,8 +309,8 @@ class Trial:
         return PlanError(
             f"this batch needs {format_bytes(self.bound or 0)} on the device, not {format_bytes(self.budget or 0)}",
             f"allocated already {format_bytes(self._base)} (weights, gradients, libraries' workspaces), a block of "
-            f"{rows} rows {format_bytes(work)} or the loss {format_bytes(loss)}, hidden states of the batch "
-            f"{format_bytes(WINDOW_BUFFERS * hidden)}",
+            f"{rows} rows {format_bytes(work)} or the loss and norms {format_bytes(outer)}, hidden states of the batch "
+            f"{format_bytes(beside(hidden))}",
             advice,
         )
 
@@ -314,6 +320,11 @@ class Trial:
             kind = "memory" if measured <= self.bound else "memory exceeded"
             text = f"measured device peak {format_bytes(measured)}, bound {format_bytes(self.bound)}"
             self.events.once("peak", kind, text, peak=measured, bound=self.bound)
+
+
+def beside(hidden: int) -> int:
+    """What a step takes beside the largest of its parts, given the bytes of the window's hidden states."""
+    return WINDOW_BUFFERS * hidden + UNSPLIT
 
 
 def _loss_bytes(spec: ModelSpec, hidden: int) -> int:

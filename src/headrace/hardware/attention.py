@@ -102,7 +102,7 @@ def _measured(
 
 @contextlib.contextmanager
 def _unwarned() -> Iterator[None]:
-    """torch warns of each kernel that cannot compute what it is given, and of gradients that differ from run to run; the
+    """torch warns of kernels that cannot compute what they are given, and of gradients that differ from run to run; the
     measurement says both. Only what is warned of from here is silent, so that other threads are heard."""
     with warnings.catch_warnings():
         for module in (__name__, "torch.autograd"):

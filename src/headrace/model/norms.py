@@ -15,9 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from headrace.model.rows import wide_sum
 from headrace.model.surroundings import Autocast
-
-ELEMENTS = 1 << 25
-"""Elements of the input that are normalized at a time: 128 MiB for each temporary in fp32."""
+from headrace.spec.footprint import NORM_ELEMENTS
 
 
 def take_norms(model: nn.Module, inside: Sequence[nn.Module], undo: list[Callable[[], None]]) -> None:
@@ -58,7 +56,7 @@ class TakenNorm:
 
     def parts(self, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
         """Tensors of tokens (..., features), cut into the same few pieces."""
-        tokens = max(1, ELEMENTS // self._features)
+        tokens = max(1, NORM_ELEMENTS // self._features)
         flat = [tensor.reshape(-1, self._features) for tensor in tensors]
         if flat[0].shape[0] <= tokens:
             return [tensors]
@@ -70,8 +68,11 @@ class _Norm(torch.autograd.Function):
     def forward(ctx: Any, taken: TakenNorm, autocast: Autocast, x: Tensor, *weights: Tensor) -> Tensor:
         ctx.taken, ctx.autocast = taken, autocast
         ctx.save_for_backward(x, *weights)
-        found = [taken.original(part) for (part,) in taken.parts(x)]
-        return torch.cat(found).view(x.shape) if len(found) > 1 else found[0]
+        out, start = None, 0
+        for (part,) in taken.parts(x):
+            out, start = _put(taken.original(part), out, x, start), start + len(part)
+        assert out is not None
+        return out
 
     @staticmethod
     @once_differentiable
@@ -84,7 +85,7 @@ class _Norm(torch.autograd.Function):
         made = [weight.detach().requires_grad_(need) for weight, need in zip(saved, needs, strict=True)]
         leaves = dict(zip(own, made, strict=True))
         weights = [leaf for leaf in made if leaf.requires_grad]
-        back: list[Tensor] = []
+        back, start = None, 0
         sums: list[Tensor | None] = [None] * len(weights)
         for part, upstream in taken.parts(x, grad):
             leaf = part.detach().requires_grad_(moves)
@@ -96,8 +97,18 @@ class _Norm(torch.autograd.Function):
                     parameters.update(own)
             found = list(torch.autograd.grad(out, [leaf, *weights] if moves else weights, upstream))
             if moves:
-                back.append(found.pop(0))
+                back, start = _put(found.pop(0), back, x, start), start + len(part)
             sums = [wide_sum(total, term) for total, term in zip(sums, found, strict=True)]
         totals = (total.to(w.dtype) for total, w in zip(sums, weights, strict=True) if total is not None)
-        whole = None if not moves else back[0] if len(back) == 1 else torch.cat(back).view(x.shape)
-        return (None, None, whole, *(next(totals) if need else None for need in needs))
+        return (None, None, back, *(next(totals) if need else None for need in needs))
+
+
+def _put(piece: Tensor, whole: Tensor | None, like: Tensor, start: int) -> Tensor:
+    """`whole`, of the shape of `like`, with the tokens of a piece from `start` on; of several only one is alive at a
+    time. A piece that has all tokens is the whole."""
+    if piece.shape == like.shape:
+        return piece
+    if whole is None:
+        whole = torch.empty(like.shape, dtype=piece.dtype, device=piece.device)
+    whole.view(-1, piece.shape[-1])[start : start + len(piece)] = piece
+    return whole

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.plan.subject import Subject, Work, features_out
 from headrace.schedule.build import ROWS
-from headrace.spec.footprint import Footprint, footprint
+from headrace.spec.footprint import Footprint, footprint, norm_bytes
 from headrace.spec.formats import itemsize
 from headrace.spec.hardware import HardwareProfile
 from headrace.spec.model import BLOCK, TILE
@@ -63,14 +63,17 @@ def graph_bytes(subject: Subject, unit: int, work: Work, profile: HardwareProfil
 
 
 def activations(subject: Subject, work: Work, profile: HardwareProfile, compiled: bool = True) -> int:
-    """Working memory of a step: a block of some rows, or the loss of a tile, and hidden states of the window."""
+    """Working memory of a step: a block of some rows, the loss of a tile or a norm outside the blocks, and hidden
+    states of the window."""
     constants, size = profile.calibration, itemsize(subject.dtype)
     at_once = work.slice_rows * work.sequence
     each = constants.activations if compiled else constants.activations_eager
     widest = max((_features(subject, unit.index) for unit in subject.blocks), default=0.0)
     block = each * widest * at_once * size
     buffers = constants.window_buffers + (constants.sliced_buffers if work.slice_rows < work.rows else 0.0)
-    return int(max(block, _logit_bytes(subject, work, constants.logit_bytes)) + buffers * subject.hidden_bytes(work))
+    norm = norm_bytes(work.rows * work.sequence * subject.hidden)
+    outer = max(norm, _logit_bytes(subject, work, constants.logit_bytes))
+    return int(max(block, outer) + buffers * subject.hidden_bytes(work))
 
 
 def _logit_bytes(subject: Subject, work: Work, most: int) -> int:

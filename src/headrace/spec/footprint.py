@@ -14,6 +14,8 @@ ALIGNMENT = 256
 """Where tensors inside a place begin."""
 ROW_PIECE = 16 << 20
 """Bytes of an embedding's rows that the link carries at a time: with fewer it would be slower."""
+NORM_ELEMENTS = 1 << 22
+"""Elements of hidden states that a norm outside the blocks works on at a time: more keep a GPU no busier."""
 LOG_STAGES = 2
 """Places in host memory that logs on the device pass: one is written while the other is on its way."""
 ROW_PIECES = 4
@@ -22,6 +24,12 @@ ROW_PIECES = 4
 
 def round_up(nbytes: int, step: int = PAGE) -> int:
     return -(-nbytes // step) * step
+
+
+def norm_bytes(elements: int) -> int:
+    """Working memory of the backward of a norm outside the blocks, given all elements of its input: 26 bytes for each
+    of a piece, in fp32 but for results in 16 bits. Layer norms take less."""
+    return 26 * min(elements, NORM_ELEMENTS)
 
 
 def decoded_bytes(spec: ModelSpec) -> int:
