@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.executor.update_logs import Log
+from headrace.executor.update_logs import DistantLog, Log
 from headrace.kernels import ops
 from headrace.optim.rules import Call, Hyper
 from headrace.spec.footprint import ALIGNMENT, round_up
@@ -77,6 +77,11 @@ class Guesses:
         for call, part, _ in guess.logged:
             ops.adamw_undo_(**_tensors(call), log=place[part], **call.scalars)
         guess.log.drop()
+
+    def undo_distant(self) -> None:
+        """Take those back whose logs lie on the device. Nothing else may be under way."""
+        for unit in [unit for unit, guess in self._made.items() if isinstance(guess.log, DistantLog)]:
+            self.undo(unit)
 
     def forget(self) -> None:
         """What was guessed is about to be replaced."""

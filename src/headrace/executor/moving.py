@@ -1,14 +1,15 @@
-"""Blocks leave the device for host memory where a step needs their place; their numbers stay bit for bit the same.
+"""What leaves the device where a step needs its place: logs of updates, then blocks. No number changes by a bit.
 
 [Note: Moving] A move comes between passes, or inside a forward visit: what the program has ahead is given up, all that
 is under way comes to its end (updates of the step before too), the regions are copied, and the pass goes on with
 another program from its next visit, as after calls that left the expected order. Only the unit that computes stays.
+Logs on the device go first: a guess that one holds is taken back, and its block is updated when it is known how.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,8 +27,24 @@ class Moving:
 
     stream: Stream
 
+    def drop_logs(self, need: int | None, **numbers: object) -> int:
+        """Give up as few logs on the device as free `need` bytes of it; all where they are not enough, or for None.
+        Returns the bytes that were freed. `numbers`: for the event."""
+        regions, before = self.stream.regions, self.stream.regions.placement
+        fewer = [replace(before, device_logs=left) for left in reversed(range(before.device_logs))]
+        if not fewer or (need is not None and need < 1):
+            return 0
+        freed = [cost_of_move(regions, way)[0] for way in fewer]
+        most = len(fewer) - 1
+        chosen = most if need is None else next((n for n, each in enumerate(freed) if each >= need), most)
+        self._move(fewer[chosen])
+        text = f"{chosen + 1} of {before.device_logs} logs on the device were given up: a step needs their place"
+        self.stream.events.add("guesses", text, freed=format_bytes(freed[chosen]),
+                               logs_left=len(regions.placement.log_places), **numbers)  # fmt: skip
+        return freed[chosen]
+
     def most(self, stay: int | None = None) -> int:
-        """Bytes that would be free if all left the device that may. `stay`: the unit that computes just now."""
+        """Bytes that would be free if all blocks left the device that may. `stay`: the unit that computes just now."""
         return max((freed for _, freed, _ in self._ways(stay)), default=0)
 
     def free(self, need: int, why: str, stay: int | None = None, **numbers: object) -> int:
@@ -65,6 +82,8 @@ class Moving:
         stream.executor.quiet()
         if device.type == "cuda":  # kernels of visits before this one may still read what goes
             torch.cuda.synchronize(device)
+        if after.device_logs < stream.placement.device_logs:
+            stream.actions.guesses.undo_distant()
         move(stream.regions, after)
         sparse = stream.actions.ledger.sparse
         for unit in sparse:

@@ -2,8 +2,8 @@
 
 The first training visit of a block is one, and each later one of a batch so much larger that the bound of the last, in
 proportion, is beyond the budget. Where a batch does not fit, fewer of its rows pass a block at a time from then on,
-unless the option `rows` has said how many. Blocks that live on the device without having been asked to leave it before
-that, where this is enough: it changes no bit.
+unless the option `rows` has said how many. Logs of updates that lie on the device are given up before that, and blocks
+that live there without having been asked to leave it, where this is enough: it changes no bit.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Trial:
     divides: bool = True
     """Rows of a batch may pass a block one part after the other."""
     moving: Moving | None = None
-    """Lets blocks leave the device."""
+    """Lets logs and blocks leave the device."""
     guard: Rehearsed | None = None
     guard_bytes: int = 0
     """What its check takes beyond a visit of the block."""
@@ -123,6 +123,8 @@ class Trial:
                 del graphs
         random.restore(device)
         others = base + max(work, outer) + beside(hidden)
+        freed = self._drop_logs(*self._lacking(others + self._waiting(self.regions.placement, hidden, kept)))
+        base, others = base - freed, others - freed
         self.bound = bound = others + self._activations(hidden, kept, others)
         self._hidden, self._part, self._base = hidden, part, base
         self.events.add("memory", f"device memory stays below {format_bytes(self.bound)}",
@@ -147,19 +149,32 @@ class Trial:
         raise refusal
 
     def _make_room(self, expected: int, unit: int, why: str) -> int:
-        """Where more is expected than may be used, blocks leave the device; `unit` computes and stays. Returns the
-        bytes that this has freed."""
+        """Where more is expected than may be used, logs are given up, and blocks leave the device; `unit` computes and
+        stays. Returns the bytes that this has freed, which may be too few."""
+        need, numbers = self._lacking(expected)
+        freed = self._drop_logs(need, numbers)
+        return freed + self._move(need - freed, why, unit, **numbers)
+
+    def _lacking(self, expected: int) -> tuple[int, dict[str, str]]:
+        """(bytes beyond what may be used, the same for an event)"""
         if self.budget is None or expected <= self.budget:
-            return 0
-        return self._move(expected - self.budget, why, unit, needed=format_bytes(expected),
-                          allowed=format_bytes(self.budget))  # fmt: skip
+            return 0, {}
+        return expected - self.budget, {"needed": format_bytes(expected), "allowed": format_bytes(self.budget)}
+
+    def _drop_logs(self, need: int | None, numbers: dict[str, str]) -> int:
+        """As few logs on the device are given up as free `need` bytes, or all. Returns the bytes that were freed."""
+        return self._cleared(0 if self.moving is None else self.moving.drop_logs(need, **numbers))
 
     def _most(self, stay: int | None) -> int:
         return 0 if self.moving is None else self.moving.most(stay)
 
     def _move(self, need: int, why: str, stay: int | None, **numbers: object) -> int:
         """The bytes that were freed, at least `need`; 0 where that cannot be."""
-        freed = 0 if self.moving is None or need < 1 else self.moving.free(need, why, stay, **numbers)
+        none = self.moving is None or need < 1
+        return self._cleared(0 if none else self.moving.free(need, why, stay, **numbers))  # type: ignore[union-attr]
+
+    def _cleared(self, freed: int) -> int:
+        """Given the bytes that have been freed: they return to the driver."""
         if freed and self.regions.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.regions.device)  # what was there before is no measure any more
@@ -197,6 +212,8 @@ class Trial:
 
     def halve(self, stream: Stream, reason: str) -> bool:
         """The same after a step ran out of memory elsewhere, or no activations are kept; it must begin anew."""
+        if self._dropped(reason):
+            return True
         if self.adapts and KEEP in self.regions.placement.activations:
             before = self.regions.placement
             ways = tuple(SEND if way == KEEP else way for way in before.activations)
@@ -233,9 +250,18 @@ class Trial:
         return True
 
     def _moved(self, reason: str, stay: int | None = None) -> bool:
-        """A part of the blocks that may have left the device because it ran out of memory: nobody knows how much is
-        lacking, and there may be another time."""
+        """The logs there, or else a part of the blocks that may, have left the device because it ran out of memory:
+        nobody knows how much is lacking, and there may be another time."""
+        if self._dropped(reason):
+            return True
         freed = self._move(int(SHARE * self._most(stay)), "it ran out of memory", stay, said=_said(reason))
+        if freed:
+            self.bound = None
+        return bool(freed)
+
+    def _dropped(self, reason: str) -> bool:
+        """All logs on the device were given up."""
+        freed = self._drop_logs(None, {"said": _said(reason)})
         if freed:
             self.bound = None
         return bool(freed)
@@ -243,10 +269,11 @@ class Trial:
     @property
     def advice(self) -> str:
         """What the user can do where the device has no memory for a step."""
-        placement, units = self.regions.placement, self.regions.spec.units
-        there = [unit for unit in units if unit.kind != REST and not placement.streams(unit.index)]
+        regions, placement = self.regions, self.regions.placement
+        there = [unit for unit in regions.spec.units
+                 if unit.kind != REST and not placement.streams(unit.index) and not regions.movable(unit)]  # fmt: skip
         text = "Use shorter sequences, a smaller batch, or more device_memory"
-        if self.moving is None and there:
+        if there:
             text += f"; placement='auto' lets {counted(there)} leave the device, which placement= keeps there"
         return text if self.divides else f"{text}; without rows= fewer pass a block at a time"
 
@@ -277,14 +304,8 @@ class Trial:
     def _activations(self, hidden: int, kept: int, others: int) -> int:
         """Bytes that wait on the device for the backward: graphs of `kept` bytes of the blocks that keep them, inputs
         of `hidden` bytes of those that are recomputed from there. What has no room beside `others` is given up."""
-        regions, before = self.regions, self.regions.placement
-        blocks = [unit.index for unit in regions.spec.units if unit.kind == BLOCK]
-
-        def waiting(placement: Placement) -> int:
-            inputs = sum(not placement.keeps(unit) and not placement.sends(unit) for unit in blocks)
-            return sum(map(placement.keeps, blocks)) * kept + inputs * hidden
-
-        size = waiting(before)
+        regions, before, blocks = self.regions, self.regions.placement, self._blocks
+        size = self._waiting(before, hidden, kept)
         if self.budget is None or not self.adapts or others + size <= self.budget:
             return size
         room = self.budget - others
@@ -297,7 +318,16 @@ class Trial:
         self.events.add("activations", text, graphs=f"{len(fitting)} of {len(graphs)} kept",
                         inputs=f"{sum(map(after.sends, blocks))} sent", graph=format_bytes(kept),
                         input=format_bytes(hidden), room=format_bytes(max(0, room)))  # fmt: skip
-        return waiting(after)
+        return self._waiting(after, hidden, kept)
+
+    @property
+    def _blocks(self) -> list[int]:
+        return [unit.index for unit in self.regions.spec.units if unit.kind == BLOCK]
+
+    def _waiting(self, placement: Placement, hidden: int, kept: int) -> int:
+        """What `placement` lets wait there."""
+        inputs = sum(not placement.keeps(unit) and not placement.sends(unit) for unit in self._blocks)
+        return sum(map(placement.keeps, self._blocks)) * kept + inputs * hidden
 
     def _refusal(self, visit: BlockVisit, fitting: int, work: int, outer: int, hidden: int) -> PlanError:
         advice = f"{self.advice}, or a smaller window"

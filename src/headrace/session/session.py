@@ -87,7 +87,7 @@ class Session:
         self._adapting = Adapting(stream.regions, self._executor.seconds, events, options.update == "auto")
         self._trial = Trial(budgets.device, stream.sink, stream.regions, events, adapts=options.activations == "auto",
                             checks=options.check_memory, divides=options.rows is None)  # fmt: skip
-        self._trial.moving = Moving(stream) if options.placement == "auto" else None
+        self._trial.moving = Moving(stream)
         stream.trial, stream.survives, stream.recovers = self._trial, self._trial.survives, self._trial.recovers
         stream.divides = self._trial.lowers
         self.guard: ParityGuard | None = None

@@ -1,4 +1,4 @@
-"""Units that leave the device for host memory while a session is open, bit for bit."""
+"""Units that leave the device for host memory while a session is open, bit for bit; logs that are given up there."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ REGIONS = ("weights", "state", "grads")
 def cost_of_move(regions: Regions, after: Placement) -> tuple[int, int]:
     """(bytes of the device that `move` would free, bytes of host memory that it would take)."""
     freed = sum(arena.nbytes for (unit, _), arena in regions.near.items() if after.streams(unit))
+    freed += sum(regions.grown[name].nbytes for name in _given_up(regions, after))
     taken = 0
     for unit in _leaving(regions, after):
         taken += sum(round_up(unit.region_bytes(region)) for region in _only_there(regions, unit))
@@ -31,11 +32,12 @@ def cost_of_move(regions: Regions, after: Placement) -> tuple[int, int]:
 
 
 def move(regions: Regions, after: Placement) -> None:
-    """Units that `after` places in host memory leave the device. Nothing else may be under way, and nobody may use
-    their weights. Raises PlanError beyond the host's budget; then nothing is changed."""
+    """Units that `after` places in host memory leave the device, and logs that it lacks are given up. Nothing else may
+    be under way, nobody may use the units' weights, and no such log may be needed. Raises PlanError beyond the host's
+    budget; then nothing is changed."""
     leaving, (freed, taken) = _leaving(regions, after), cost_of_move(regions, after)
     room = regions.host_room
-    if room is not None:
+    if room is not None and taken:
         room += freed if regions.device.type == "cpu" else 0  # there both are the same memory
         if taken > room:
             what = f"moving {len(leaving)} blocks and tiles from the device needs more than host_memory leaves"
@@ -51,6 +53,11 @@ def move(regions: Regions, after: Placement) -> None:
             if arena is not None:
                 regions.device_change[region] -= arena.nbytes
                 arena.close()
+    for name in _given_up(regions, after):
+        arena = regions.grown.pop(name)
+        regions.device_change["logs"] -= arena.nbytes
+        del regions.places[name]
+        arena.close()
     regions.forget_views()
     growing = list(_growing(regions, after))
     regions.placement = after
@@ -60,6 +67,11 @@ def move(regions: Regions, after: Placement) -> None:
 
 def _leaving(regions: Regions, after: Placement) -> list[Unit]:
     return [unit for unit in regions.spec.units if regions.movable(unit) and after.streams(unit.index)]
+
+
+def _given_up(regions: Regions, after: Placement) -> list[str]:
+    """Logs on the device that `after` does not have."""
+    return [name for name in regions.placement.log_places if name in regions.grown and name not in after.log_places]
 
 
 def _only_there(regions: Regions, unit: Unit) -> list[str]:

@@ -68,7 +68,7 @@ class Regions:
         self.near: dict[tuple[int, str], DeviceArena] = {}
         """Arenas of units that may leave the device, by unit and region."""
         self.grown: dict[str, DeviceArena] = {}
-        """Places on the device that have grown since."""
+        """Places on the device that may go, as logs do, or that have grown since: each an arena of its own."""
         self.device_change: Counter[str] = Counter()
         """Bytes of the device by region, since it was planned."""
         self.files = FileWeights({u: found for u, found in pieces.items() if placement.home(u) == DISK})
@@ -86,6 +86,10 @@ class Regions:
         host_parts: list[tuple[Callable[[Tensor], None], int]] = []
         disk_bytes = self._plan_homes(device_parts, host_parts)
         for place in places_of(spec, placement):
+            if (place.tier, place.region) == (DEVICE, "logs"):
+                self.grown[place.name] = DeviceArena(round_up(place.nbytes), device)
+                self.places[place.name] = self.grown[place.name].take(place.nbytes)
+                continue
             parts = device_parts if place.tier == DEVICE else host_parts
             parts.append((_keeper(self.places, place.name), place.nbytes))
         self.disk = (
