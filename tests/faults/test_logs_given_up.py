@@ -14,8 +14,8 @@ import torch
 import headrace
 from against_plain import adamw, llama, streamed
 from faults.test_moving import HELD, Short, measured, moved, steps
-from headrace.executor import trial
 from headrace.executor.guesses import Guesses
+from headrace.executor.working_memory import UNSPLIT
 from headrace.plan import search, updates
 from headrace.plan.updates import place_logs
 from headrace.session.session import Session
@@ -69,7 +69,7 @@ def test_a_longer_batch_takes_their_place(measured: None, guesses: dict[str, int
             assert guesses["made"] or clips == "always"
             before = session._trial.bound
             if short is not None:
-                more = (before - session._trial._base - trial.UNSPLIT) * 2  # of the bound for three times the rows
+                more = (before - session._trial._base - UNSPLIT) * 2  # of the bound for three times the rows
                 session._trial.budget = before + int(more) - int(short * size)
             losses += steps(ours, optimizer, [6, 2, 6, 2], windows)
             found.append((losses, everything(ours)))

@@ -7,6 +7,7 @@ MLP runs out of it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ from adapted import all_adapters, lora
 from against_plain import adamw, assert_close, batch, hf_loss, llama, streamed, weights
 from headrace.base.errors import PlanError
 from headrace.executor import trial
+from headrace.executor.working_memory import UNSPLIT
 from headrace.model.visit import BlockVisit
 from headrace.session.surviving import surviving
 from headrace.session.tiers import survey
-from headrace.spec.placement import DEVICE
+from headrace.spec.model import BLOCK
+from headrace.spec.placement import DEVICE, KEEP, RECOMPUTE
 from quantised_models import every
 from tiny_runs import assert_same, everything
 
@@ -205,7 +208,7 @@ def test_a_later_longer_batch_moves_blocks_before_it_runs(measured: None) -> Non
             session = headrace.session(ours)
             HELD[0] = session._stream.regions
             if short:
-                session._trial.budget = HELD[0].device_bytes + trial.UNSPLIT + 400_000
+                session._trial.budget = HELD[0].device_bytes + UNSPLIT + 400_000
             losses = []
             for step, tokens in enumerate([9, 9, 36, 36, 9]):
                 loss = hf_loss(ours, batch(3, tokens, seed=step, vocabulary=257))
@@ -229,7 +232,7 @@ def test_what_a_user_has_placed_stays(monkeypatch: pytest.MonkeyPatch, measured:
     with streamed(llama(3), adamw, placement=everywhere, rows=2) as (ours, _):
         session = headrace.session(ours)
         HELD[0] = session._stream.regions
-        session._trial.budget = HELD[0].device_bytes + trial.UNSPLIT + 90_000
+        session._trial.budget = HELD[0].device_bytes + UNSPLIT + 90_000
         with pytest.raises(PlanError, match=r"placement='auto' lets 3 blocks.* leave the device"):
             hf_loss(ours, batch(2, 36, vocabulary=257))
         session._trial.budget = None
@@ -322,6 +325,44 @@ def test_an_evaluation_passes_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatc
         assert "3 rows pass a block at a time, not 7" in told[0] and session._stream.rows is None
         with torch.enable_grad():
             steps(ours.train(), optimizer, [3])
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_kept_activations_are_recomputed(monkeypatch: pytest.MonkeyPatch, when: str, micro_batches: int) -> None:
+    """The graphs of blocks on both sides of the one that runs out are given up, and its own, in mid-pass: no
+    block moves, no rows are divided, and every bit is as it would have been."""
+    plain, found = llama(4, torch.bfloat16), []
+    for short in (False, True):
+        with streamed(plain, adamw, placement="auto", max_grad_norm=0.5) as (ours, optimizer):
+            session = headrace.session(ours)
+            regions = session._stream.regions
+            ways = tuple(KEEP if unit.kind == BLOCK else RECOMPUTE for unit in session.spec.units)
+            regions.placement = replace(session.placement, activations=ways)
+            mlp = ours.model.layers[1].mlp
+            original, failures = mlp.forward, list[int]()
+
+            def spent(grad: Tensor, session: Any = session, failures: list[int] = failures) -> Tensor:
+                if KEEP in session.placement.activations and grad.shape[0] == 6:
+                    failures.append(1)
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+                return grad
+
+            def forward(x: Tensor, original: Any = original, spent: Any = spent) -> Tensor:
+                out: Tensor = original(x)
+                if when == "backward" and out.requires_grad:
+                    out.register_hook(spent)
+                return out if when == "backward" else spent(out)
+
+            if short:
+                monkeypatch.setattr(mlp, "forward", forward)
+            losses = steps(ours, optimizer, [2, 6, 2, 6], micro_batches)
+            found.append((losses, everything(ours)))
+            kept = session.placement.activations.count(KEEP)
+            told = [str(event) for event in session.events if event.kind == "out of memory"]
+            assert not moved(ours) and (kept, len(told), len(failures)) == ((0, 1, 1) if short else (4, 0, 0))
+    assert found[0][0] == found[1][0]
+    assert_same(found[1][1], found[0][1])
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulation": 1, "on_nonfinite": "stop"}], ids=str)

@@ -19,8 +19,9 @@ from torch import Tensor
 import headrace
 from against_plain import adamw, assert_close, batch, gpt2, gradients, hf_loss, llama, streamed, weights
 from headrace.base.errors import PlanError
-from headrace.executor import trial
+from headrace.executor import trial, working_memory
 from headrace.executor.guesses import Guesses
+from headrace.executor.working_memory import UNSPLIT, beside
 from headrace.model.visit import BlockVisit
 from headrace.plan import updates
 from headrace.session.surviving import surviving
@@ -56,7 +57,7 @@ def budget(model: Any, rows: float, hidden_rows: int) -> None:
     """Room for so many rows at a time, beside the hidden states of `hidden_rows` and the loss, which is small."""
     session = headrace.session(model)
     hidden = hidden_rows * 9 * session.model.config.hidden_size * 4  # type: ignore[union-attr,operator]
-    session._trial.budget = int(rows * PER_ROW) + trial.beside(hidden)
+    session._trial.budget = int(rows * PER_ROW) + beside(hidden)
 
 
 def told(model: Any, kind: str) -> list[str]:
@@ -98,12 +99,12 @@ def test_the_norm_behind_the_blocks_is_part_of_the_bound(
 ) -> None:
     """Where it takes more than a block and the loss: 26 bytes for each element of a piece."""
     monkeypatch.setattr(sys.modules[__name__], "PER_ROW", 1)
-    monkeypatch.setattr(trial, "LOGIT_BYTES", 0)
+    monkeypatch.setattr(working_memory, "LOGIT_BYTES", 0)
     monkeypatch.setattr(footprint, "NORM_ELEMENTS", piece)
     with streamed(llama(3), adamw) as (ours, _):
         hf_loss(ours, batch(3, 9, vocabulary=257)).backward()
         bound, hidden = headrace.session(ours)._trial.bound, 3 * 9 * 64 * 4
-        assert bound == 26 * elements + trial.beside(hidden) + 3 * hidden  # the inputs of three blocks
+        assert bound == 26 * elements + beside(hidden) + 3 * hidden  # the inputs of three blocks
 
 
 def test_a_later_larger_batch_is_tried_too(counted: list[int]) -> None:
@@ -147,7 +148,7 @@ def test_fewer_but_longer_rows_are_tried_too(counted: list[int]) -> None:
         assert ours_trial.bound == bound and len(counted) == trials
         ours_trial.budget = None
         hf_loss(ours, batch(2, 45, vocabulary=257))
-        assert ours_trial.bound is not None and ours_trial.bound > 3 * bound - 2 * trial.UNSPLIT
+        assert ours_trial.bound is not None and ours_trial.bound > 3 * bound - 2 * UNSPLIT
 
 
 class Short:

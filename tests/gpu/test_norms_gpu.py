@@ -8,7 +8,7 @@ from torch import nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from headrace.executor.trial import UNSPLIT
+from headrace.executor.working_memory import UNSPLIT
 from headrace.model.norms import take_norms
 from headrace.spec.footprint import NORM_ELEMENTS, norm_bytes
 

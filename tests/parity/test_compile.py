@@ -286,3 +286,34 @@ def test_lengths_that_change_between_backward_and_step(
             toy_loss(called, batch(length=length).to(device)).backward()
         assert_close(gradients(ours), gradients(plain))
         assert not [event for event in headrace.session(ours).events if event.kind == "compile"]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_run_without_memory_is_not_the_compilers_fault(monkeypatch: pytest.MonkeyPatch, wrapped: bool) -> None:
+    """Eager would need more of it: whoever makes room hears of it, and the block stays compiled. In a run, or in what
+    the compiler has tried, which dynamo wraps."""
+    failing, ran = [True], list[str]()
+
+    def compile(forward: Any, **options: Any) -> Any:
+        def call(x: torch.Tensor) -> Any:
+            ran.append("compiled")
+            if failing.pop() if failing else False:
+                error: Exception = torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+                raise torch._dynamo.exc.BackendCompilerFailed(compile, error, None) if wrapped else error
+            return forward(x)
+
+        return call
+
+    class Doubling(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            ran.append("forward")
+            return 2 * x
+
+    monkeypatch.setattr(torch, "compile", compile)
+    told = list[str]()
+    run, _ = compiled.Compiler(torch.device("cpu"), lambda *text: told.extend(text)).compile(Doubling(), lambda: False)
+    with pytest.raises(torch.OutOfMemoryError, match=r"2\.00 GiB"):
+        run(torch.ones(3))
+    assert ran == ["compiled"]
+    assert torch.equal(run(torch.ones(3)), torch.full((3,), 2.0))
+    assert ran == ["compiled", "compiled", "forward"] and not told

@@ -8,8 +8,9 @@ that live there without having been asked to leave it, where this is enough: it 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -18,25 +19,19 @@ from torch import Tensor
 from headrace.base.errors import PlanError
 from headrace.base.events import EventLog
 from headrace.base.units import format_bytes
-from headrace.executor.head import LOGITS_AT_ONCE
 from headrace.executor.moving import Moving
 from headrace.executor.sink import Sink
 from headrace.executor.stream import Stream
+from headrace.executor.working_memory import UNSPLIT, beside, loss_bytes
+from headrace.model.fitting import recompute
 from headrace.model.surroundings import RandomState
 from headrace.model.visit import BlockVisit
 from headrace.plan.summary import counted
 from headrace.spec.footprint import norm_bytes
-from headrace.spec.model import BLOCK, REST, ModelSpec
+from headrace.spec.model import BLOCK, REST
 from headrace.spec.placement import KEEP, RECOMPUTE, SEND, Placement
 from headrace.store.regions import Regions
 
-LOGIT_BYTES = 14
-"""Working memory of the loss for each logit of a tile by chunk in plain torch; leaner kernels take no more."""
-WINDOW_BUFFERS = 6
-"""Hidden states of the whole window that the outer forward and the graph hold at a time."""
-UNSPLIT = 16 << 20
-"""What torch's allocator gives beyond what is asked: a piece of more than 1 MiB is given whole where less than 1 MiB of
-it would be left. No more than 16 tensors are alive at a time that were not measured."""
 SHARE = 0.25
 """Part of all that may leave the device that does when nobody knows how much memory is lacking."""
 
@@ -80,6 +75,8 @@ class Trial:
     """Bytes of the hidden states that the bound is for."""
     _part: int = 0
     """Those of the rows that pass at a time."""
+    _kept: weakref.WeakSet[BlockVisit] = field(default_factory=weakref.WeakSet)
+    """Visits whose graphs may be alive."""
     _base: int = 0
     """Bytes that were allocated before."""
 
@@ -88,6 +85,8 @@ class Trial:
         its forward must run again because fewer rows pass at a time now. Raises PlanError where nothing helps."""
         device = visit.stream.device
         self.largest = max(self.largest, _rows(visit))
+        if visit.keeps:
+            self._kept.add(visit)
         if not self.checks or not measures(device) or visit.keeps:
             return False
         states = [t for t in (*tensors, *results) if t.is_floating_point()]
@@ -99,7 +98,7 @@ class Trial:
         self._make_room(self._expected(hidden, part), unit, "a batch larger than those before would not fit")
         base = allocated(device)
         random = RandomState.now(device)
-        loss = _loss_bytes(visit.stream.spec, hidden)
+        loss = loss_bytes(visit.stream.spec, hidden)
         outer = max(loss, norm_bytes(max((t.numel() for t in states), default=0)))  # after one another
         with torch.enable_grad(), self.sink.ignoring():
             needs = [t.is_floating_point() and t.requires_grad for t in tensors]
@@ -212,16 +211,6 @@ class Trial:
 
     def halve(self, stream: Stream, reason: str) -> bool:
         """The same after a step ran out of memory elsewhere, or no activations are kept; it must begin anew."""
-        if self._dropped(reason):
-            return True
-        if self.adapts and KEEP in self.regions.placement.activations:
-            before = self.regions.placement
-            ways = tuple(SEND if way == KEEP else way for way in before.activations)
-            self.regions.placement, self.bound = replace(before, activations=ways), None
-            self.events.add("out of memory", "activations are recomputed, not kept: the device ran out of memory",
-                            kept=before.activations.count(KEEP), said=_said(reason))  # fmt: skip
-            torch.cuda.empty_cache()
-            return True
         if self._moved(reason):
             return True
         now = min(stream.rows or self.largest, self.largest)
@@ -232,10 +221,10 @@ class Trial:
         torch.cuda.empty_cache()
         return True
 
-    def recovers(self, reason: str, stay: int | None = None) -> bool:
-        """After the device had no memory for a visit's backward, of which nothing was kept, or for a call of the unit
-        `stay` without gradients: blocks leave the device. False where none can."""
-        return self._moved(reason, stay)
+    def recovers(self, reason: str, stay: int | None = None, spent: bool = False) -> bool:
+        """After the device had no memory for a visit's backward, or for a call of the unit `stay` without gradients: it
+        has more now. `spent`: what the visit had kept is of no use any more. False where nothing can be freed."""
+        return self._forgotten(reason) if spent else self._moved(reason, stay, graphs=stay is None)
 
     def lowers(self, visit: BlockVisit, reason: str) -> bool:
         """The same where none can: half as many rows pass a block at a time from now on, in this backward too. False
@@ -249,10 +238,10 @@ class Trial:
         self._told(now, now // 2, reason)
         return True
 
-    def _moved(self, reason: str, stay: int | None = None) -> bool:
-        """The logs there, or else a part of the blocks that may, have left the device because it ran out of memory:
-        nobody knows how much is lacking, and there may be another time."""
-        if self._dropped(reason):
+    def _moved(self, reason: str, stay: int | None = None, graphs: bool = True) -> bool:
+        """The logs there, or else (`graphs`) what is kept of activations, or else a part of the blocks that may, have
+        left the device: it ran out of memory, nobody knows how much is lacking, and there may be another time."""
+        if self._dropped(reason) or (graphs and self._forgotten(reason)):
             return True
         freed = self._move(int(SHARE * self._most(stay)), "it ran out of memory", stay, said=_said(reason))
         if freed:
@@ -265,6 +254,21 @@ class Trial:
         if freed:
             self.bound = None
         return bool(freed)
+
+    def _forgotten(self, reason: str) -> bool:
+        """Activations are recomputed that were kept, those of visits under way too."""
+        before = self.regions.placement
+        if not self.adapts or KEEP not in before.activations:
+            return False
+        ways = tuple(SEND if way == KEEP else way for way in before.activations)
+        self.regions.placement, self.bound = replace(before, activations=ways), None
+        for visit in self._kept:
+            recompute(visit)
+        self._kept.clear()
+        self.events.add("out of memory", "activations are recomputed, not kept: the device ran out of memory",
+                        kept=before.activations.count(KEEP), said=_said(reason))  # fmt: skip
+        torch.cuda.empty_cache()
+        return True
 
     @property
     def advice(self) -> str:
@@ -350,24 +354,6 @@ class Trial:
             kind = "memory" if measured <= self.bound else "memory exceeded"
             text = f"measured device peak {format_bytes(measured)}, bound {format_bytes(self.bound)}"
             self.events.once("peak", kind, text, peak=measured, bound=self.bound)
-
-
-def beside(hidden: int) -> int:
-    """What a step takes beside the largest of its parts, given the bytes of the window's hidden states."""
-    return WINDOW_BUFFERS * hidden + UNSPLIT
-
-
-def _loss_bytes(spec: ModelSpec, hidden: int) -> int:
-    """Working memory of a tile of the head by a chunk of the tokens, given the bytes of all hidden states."""
-    heads = [(spec.units[tile], matrix) for matrix in spec.matrices for tile in matrix.tiles]
-    most, widened = 0, 0
-    for tile, matrix in heads:
-        wide = tile.wide_compute and tile.weights != tile.wide_weights
-        tokens = hidden // (matrix.columns * 4 if wide else matrix.row_bytes) + 1
-        most = max(most, tile.parameters // matrix.columns * tokens)
-        widened = max(widened, tile.wide_weights.nbytes if wide else 0)
-    # The gradient of the hidden states adds up in fp32.
-    return min(most if heads else LOGITS_AT_ONCE, LOGITS_AT_ONCE) * LOGIT_BYTES + 2 * hidden + widened
 
 
 def _said(reason: str) -> str:

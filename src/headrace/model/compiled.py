@@ -74,6 +74,8 @@ class Compiler:
                 return result
             except Exception as error:
                 random.restore(self._device)  # it may fail half-way, after numbers that the recompute will draw again
+                if _lacks_memory(error):  # which eager needs more of
+                    raise torch.OutOfMemoryError(str(error)) from error
                 no_graph = (torch._dynamo.exc.Unsupported, torch._dynamo.exc.FailOnRecompileLimitHit)
                 if way == WHOLE and isinstance(error, no_graph):
                     way = PARTS
@@ -141,6 +143,13 @@ class Replays(threading.local):
 
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
+
+
+def _lacks_memory(error: BaseException | None) -> bool:
+    """Whether a run, or the compiler in what it tried, had no memory for it."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = getattr(error, "inner_exception", None) or error.__cause__
+    return error is not None
 
 
 def _results(graph: torch.fx.GraphModule) -> list[Any] | None:

@@ -64,12 +64,21 @@ def differentiated(
             if done.ok:
                 continue
         tensors = []
-        if over or visit.keeps or visit.draws or stream.mixed or dividing:
+        if over or visit.draws or stream.mixed or dividing:
             raise torch.OutOfMemoryError(reason)
-        if not stream.recovers(reason):
+        if not stream.recovers(reason, spent=visit.keeps):
+            if visit.keeps:
+                raise torch.OutOfMemoryError(reason)
             dividing = stream.divides(visit, reason)
             if not dividing:
                 raise torch.OutOfMemoryError(reason)
+
+
+def recompute(visit: BlockVisit) -> None:
+    """The graph that the visit has kept is let go: its backward makes it again, with the same bits."""
+    visit.keeps = False
+    for slice_ in (slice_ for call in visit.calls for slice_ in call.slices):
+        slice_.kept = None
 
 
 class _Divided(Exception):
@@ -129,7 +138,8 @@ def evaluated(
 
 
 def _forget(visit: BlockVisit) -> None:
-    """Of a forward that is about to run again: what it drew and what it left for the backward."""
+    """Of a forward that is about to run again: what it drew and what it left for the backward. It may keep less now."""
+    visit.keeps = visit.keeps and visit.stream.placement.keeps(visit.block.unit)
     began = [slice_.surroundings.random for call in visit.calls for slice_ in call.slices[:1]]
     if began:
         began[0].restore(visit.stream.device)

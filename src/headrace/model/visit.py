@@ -77,7 +77,8 @@ class Stream(Protocol):
     survives: Callable[[BlockVisit, str], bool]
     """The same after the device had no memory for it, and why."""
     recovers: Callable[..., bool]
-    """Given why a backward, or a call of a unit without gradients, had no memory, and that unit. True: run it again."""
+    """Given why a backward, or a call of a unit without gradients, had no memory, and that unit; `spent`: the kept
+    graph of the backward. True: run it again."""
     divides: Callable[[BlockVisit, str], bool]
     """Given such a backward and why. True: run it again with no more than `rows` at a time."""
     witness: Callable[[BlockVisit, Sequence[Tensor], Sequence[bool], Sequence[Tensor | None]], None]

@@ -1,0 +1,32 @@
+"""Device memory that a step takes beside what a block's backward does, which a trial measures: by arithmetic."""
+
+from __future__ import annotations
+
+from headrace.executor.head import LOGITS_AT_ONCE
+from headrace.spec.model import ModelSpec
+
+LOGIT_BYTES = 14
+"""Working memory of the loss for each logit of a tile by chunk in plain torch; leaner kernels take no more."""
+WINDOW_BUFFERS = 6
+"""Hidden states of the whole window that the outer forward and the graph hold at a time."""
+UNSPLIT = 16 << 20
+"""What torch's allocator gives beyond what is asked: a piece of more than 1 MiB is given whole where less than 1 MiB of
+it would be left. No more than 16 tensors are alive at a time that were not measured."""
+
+
+def beside(hidden: int) -> int:
+    """What a step takes beside the largest of its parts, given the bytes of the window's hidden states."""
+    return WINDOW_BUFFERS * hidden + UNSPLIT
+
+
+def loss_bytes(spec: ModelSpec, hidden: int) -> int:
+    """Working memory of a tile of the head by a chunk of the tokens, given the bytes of all hidden states."""
+    heads = [(spec.units[tile], matrix) for matrix in spec.matrices for tile in matrix.tiles]
+    most, widened = 0, 0
+    for tile, matrix in heads:
+        wide = tile.wide_compute and tile.weights != tile.wide_weights
+        tokens = hidden // (matrix.columns * 4 if wide else matrix.row_bytes) + 1
+        most = max(most, tile.parameters // matrix.columns * tokens)
+        widened = max(widened, tile.wide_weights.nbytes if wide else 0)
+    # The gradient of the hidden states adds up in fp32.
+    return min(most if heads else LOGITS_AT_ONCE, LOGITS_AT_ONCE) * LOGIT_BYTES + 2 * hidden + widened
