@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+import headrace
 import tiny_checkpoints as tiny
+from against_plain import assert_close, batch, hf_loss, sgd, weights
 from headrace.base.errors import ModelError
 from headrace.checkpoint.export import save_pretrained
 from headrace.model.build import load_model
@@ -145,12 +147,45 @@ def test_persistent_buffers_are_read(tmp_path: Path) -> None:
     assert model.model.layers[1].mlp.gate.e_score_correction_bias.abs().sum() > 0
 
 
-def test_writing_a_weight_before_wrap_raises(tmp_path: Path) -> None:
-    model = load_model(tiny.save(tiny.build("llama"), tmp_path))
-    with pytest.raises(ModelError, match=r"Call headrace\.wrap"):
-        model.lm_head.weight.data.zero_()
-    with torch.no_grad(), pytest.raises(ModelError, match=r"lm_head\.weight"):
-        model.lm_head.weight.mul_(2)
+@pytest.mark.parametrize("family", ["llama", "llama-tied"])
+def test_weights_may_be_changed_before_wrap(family: str, tmp_path: Path) -> None:
+    """What is changed comes to memory, in its new shape; the rest stays in its files, and all of it trains."""
+    folder = tiny.save(tiny.build(family), tmp_path)
+    both = load_model(folder), tiny.reference(folder, family)
+    for model in both:
+        model.resize_token_embeddings(101)
+        layer, alias = model.model.layers[0], model.model.layers[1].mlp.up_proj.weight.data
+        with torch.no_grad():
+            layer.self_attn.q_proj.weight[3].mul_(2)
+            model.model.norm.weight.add_(0.1)
+        layer.mlp.up_proj.weight.data = layer.mlp.up_proj.weight.data.flip(0)
+        alias[0] = 0.1
+        alias.view(torch.int32)[1] = 0
+        alias[2].add_(0.3)
+        model.load_state_dict({"model.layers.1.mlp.down_proj.weight": layer.mlp.down_proj.weight * 2}, strict=False)
+        model.to("cpu").float()
+    ours, plain = both
+    changed = {name for name, p in ours.named_parameters() if not isinstance(p, Parked)}
+    assert changed == {
+        "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight",
+        "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight",
+    } | ({"lm_head.weight"} if family == "llama" else set())  # fmt: skip
+    new = [ours.get_input_embeddings().weight.data[-2:], plain.get_input_embeddings().weight.data[-2:]]
+    new[1].copy_(new[0])  # drawn at random
+    if family == "llama":
+        plain.lm_head.weight.data[-2:] = ours.lm_head.weight.data[-2:]
+    tiny.assert_same_values(ours, plain)
+    with pytest.raises(ModelError, match=r"bfloat16 on cpu.* Give dtype= to headrace\.load_model"):
+        ours.model.layers[1].self_attn.to(torch.bfloat16)
+    optimizer = sgd(plain)
+    ours, driver = headrace.wrap(ours, sgd(ours), placement={"weights": "host", "state": "host"}, device="cpu")
+    with headrace.session(ours):
+        for step in range(2):
+            for model, each in ((ours, driver), (plain, optimizer)):
+                hf_loss(model, batch(seed=step, vocabulary=101)).backward()
+                each.step()
+                each.zero_grad()
+        assert_close(weights(ours), weights(plain))
 
 
 def test_reading_from_several_threads(tmp_path: Path) -> None:

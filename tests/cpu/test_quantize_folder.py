@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import headrace as package
 import tiny_checkpoints as tiny
-from against_plain import adamw, assert_equal, batch, hf_loss, weights
+from against_plain import adamw, assert_equal, batch, distance, hf_loss, weights
 from cpu.test_cli_world import headrace, save_model
 from cpu.test_load_memory import MIB, WIDE, LiveBytes
 from headrace import FormatError, ModelError, OptionError, load_model
@@ -59,6 +59,21 @@ def test_a_folder_opens_again_with_the_same_bits(family: str, tmp_path: Path) ->
         hf_loss(model, batch(2, 7, 0, 99)).backward()
         package.unwrap(model)
     assert_equal(weights(model), weights(twin))
+
+
+def test_a_packed_weight_may_be_changed_before_wrap(tmp_path: Path) -> None:
+    """It is packed in memory from then on, and its file stays as it is; the others are read from theirs."""
+    folder, twin = written("llama", tmp_path)
+    model, name = load_model(folder), "model.layers.1.mlp.up_proj.weight"
+    parameter = model.get_parameter(name)
+    parameter.data[:2] = 0.0
+    expected = {**weights(twin), name: parameter.detach().clone()}
+    assert (expected[name][:2] == 0).all() and codec_of(parameter) == "nf4"
+    assert distance(expected[name][2:], weights(twin)[name][2:]) < 0.02
+    model, _ = package.wrap(model, adamw(model), device="cpu", placement={"weights": "host"}, window=2)
+    with package.session(model):
+        assert_equal(weights(model), expected)
+    assert_equal(weights(load_model(folder)), weights(twin))
 
 
 def test_opening_decodes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

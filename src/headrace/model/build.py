@@ -252,7 +252,7 @@ def _attach_source(model: Any, reader: TensorReader | None, events: EventLog, pa
         source = FolderSource(model, reader, plan, shapes, dtypes, aliases, initial, events)
         model._weight_conversions = plan.used
     _read_buffers(model, source, dtypes)
-    _park_parameters(model, source, dtypes)
+    _park_parameters(model, source, dtypes, events)
     if reader is not None and packed is not None:
         packed.attach(model, reader)
     model._headrace_source = source
@@ -350,7 +350,9 @@ def _read_buffers(model: nn.Module, source: WeightSource, dtypes: Mapping[str, t
             model.get_submodule(path)._buffers[leaf] = value
 
 
-def _park_parameters(model: nn.Module, source: WeightSource, dtypes: Mapping[str, torch.dtype]) -> None:
+def _park_parameters(
+    model: nn.Module, source: WeightSource, dtypes: Mapping[str, torch.dtype], events: EventLog
+) -> None:
     """Replace each meta parameter, once, by a real one on a few bytes (meta ones cannot be given data later)."""
     made: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():
@@ -362,7 +364,7 @@ def _park_parameters(model: nn.Module, source: WeightSource, dtypes: Mapping[str
                 parameter = nn.Parameter(placeholder(old.shape, dtypes[name]), requires_grad=old.requires_grad)
                 parameter.__dict__.update(old.__dict__)
                 parameter.__dict__["_is_hf_initialized"] = True  # what transformers marks loaded weights with
-                park(parameter, SourceHome(source, name), name)
+                park(parameter, SourceHome(source, name, events), name)
                 made[id(old)] = parameter
             module._parameters[leaf] = made[id(old)]
         module.__dict__["_is_hf_initialized"] = True

@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from headrace.base.errors import FormatError, ModelError
+from headrace.base.errors import FormatError
 from headrace.model.quantised import PackedHome, entry_of, park_packed
 from headrace.spec.codecs import codec_named
 from headrace.spec.layout import Entry
@@ -69,12 +69,11 @@ def _decoded(told: Mapping[str, Any]) -> dict[str, PackedWeight]:
 class InFiles(PackedHome):
     """The home of a parameter whose packed bytes are read from files each time that they are asked for."""
 
-    def write(self, parameter: nn.Parameter, value: Tensor) -> NoReturn:
-        raise ModelError(
-            f"The weight {self.entry.name} cannot be changed yet",
-            "it still lies in the checkpoint files that the model was loaded from",
-            "Call headrace.wrap(model) before changing weights",
-        )
+    def write(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """The packed bytes are in memory from now on. See PackedHome."""
+        home = PackedHome(self.entry, self.packed, self.error)
+        home.write(parameter, value)
+        park_packed(parameter, home)
 
 
 class PackedFile(InFiles):

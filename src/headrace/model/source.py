@@ -10,7 +10,7 @@ import copy
 import hashlib
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from headrace.base.errors import ModelError
 from headrace.base.events import EventLog
 from headrace.base.units import format_bytes
 from headrace.model.conversion import ConversionPlan, Recipe, convert, pieces
+from headrace.model.parked import WeightValue, is_parked, unpark
 from headrace.model.quantised import as_stored
 from headrace.spec.layout import Entry
 
@@ -44,17 +45,17 @@ class WeightSource(Protocol):
 
 
 class SourceHome:
-    """The home (see model/parked.py) of a parameter that still lies in its source: readable, not writable."""
+    """The home (see model/parked.py) of a parameter that still lies in its source, until it is changed."""
 
     device = torch.device("cpu")
 
-    def __init__(self, source: WeightSource, name: str) -> None:
-        self.source, self.name = source, name
+    def __init__(self, source: WeightSource, name: str, events: EventLog) -> None:
+        self.source, self.name, self._events = source, name, events
 
     def read(self, parameter: nn.Parameter) -> Tensor:
         """A fresh tensor with the value, in the parameter's shape and dtype; or what the codec makes of it that the
-        parameter is marked with."""
-        return as_stored(parameter, self.name, self.original(parameter))
+        parameter is marked with. Once it was changed: the parameter's own memory."""
+        return as_stored(parameter, self.name, self.original(parameter)) if is_parked(parameter) else parameter.data
 
     def original(self, parameter: nn.Parameter) -> Tensor:
         """A fresh tensor with what the source holds."""
@@ -62,12 +63,27 @@ class SourceHome:
         self.source.read_into(self.name, value)
         return value
 
-    def write(self, parameter: nn.Parameter, value: Tensor) -> NoReturn:
-        raise ModelError(
-            f"The weight {self.name} cannot be changed yet",
-            "it still lies in the checkpoint files that the model was loaded from",
-            "Call headrace.wrap(model) before changing weights",
-        )
+    def write(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """The parameter is an ordinary one from now on, in memory; of any shape, as after resize_token_embeddings.
+
+        Raises ModelError for another dtype or device, which `model.to(...)` would bring all weights to at once."""
+        value = value.plain() if isinstance(value, WeightValue) else value
+        if not is_parked(parameter):  # through what `.data` gave before
+            if value.shape == parameter.shape and value.data_ptr() != parameter.data_ptr():
+                parameter.data.copy_(value)
+            return
+        if (value.dtype, value.device) != (parameter.dtype, self.device):
+            raise ModelError(
+                f"The weight {self.name} cannot become {value.dtype} on {value.device}",
+                f"it is {parameter.dtype}, and still lies in the files that the model was loaded from",
+                "Give dtype= to headrace.load_model, and device= to headrace.wrap: blocks go there one at a time",
+            )
+        if value.shape == parameter.shape and torch.equal(value, self.read(parameter)):  # as in model.to("cpu")
+            return
+        unpark(parameter)
+        parameter.data = value
+        text = f"weights that are changed before headrace.wrap, such as {self.name}, are in memory from then on"
+        self._events.once("changed", "load", text, memory=format_bytes(value.nbytes))
 
 
 class FolderSource:
