@@ -9,7 +9,7 @@ that live there without having been asked to leave it, where this is enough: it 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -22,8 +22,8 @@ from headrace.base.units import format_bytes
 from headrace.executor.moving import Moving
 from headrace.executor.sink import Sink
 from headrace.executor.stream import Stream
-from headrace.executor.working_memory import UNSPLIT, beside, loss_bytes
-from headrace.model.fitting import recompute
+from headrace.executor.working_memory import UNSPLIT, allocated, beside, cached, loss_bytes, measures, peak
+from headrace.model.kept import largest_graph, recompute
 from headrace.model.surroundings import RandomState
 from headrace.model.visit import BlockVisit
 from headrace.plan.summary import counted
@@ -77,6 +77,8 @@ class Trial:
     """Those of the rows that pass at a time."""
     _kept: weakref.WeakSet[BlockVisit] = field(default_factory=weakref.WeakSet)
     """Visits whose graphs may be alive."""
+    _returned: bool = False
+    """The first step with a bound is over."""
     _base: int = 0
     """Bytes that were allocated before."""
 
@@ -117,9 +119,9 @@ class Trial:
                 work = max(work, check)
             kept = 0
             if KEEP in self.regions.placement.activations:
-                graphs = visit.graphs(tensors, needs)
-                kept = allocated(device) - base
-                del graphs
+                graph, runs = largest_graph(visit, tensors, needs)  # all of them may not fit
+                kept = int((allocated(device) - base) * runs)
+                del graph
         random.restore(device)
         others = base + max(work, outer) + beside(hidden)
         freed = self._drop_logs(*self._lacking(others + self._waiting(self.regions.placement, hidden, kept)))
@@ -350,10 +352,24 @@ class Trial:
 
     def compare(self, measured: int) -> None:
         """After a whole step: what was promised against what was measured."""
-        if self.bound is not None:
-            kind = "memory" if measured <= self.bound else "memory exceeded"
-            text = f"measured device peak {format_bytes(measured)}, bound {format_bytes(self.bound)}"
-            self.events.once("peak", kind, text, peak=measured, bound=self.bound)
+        if self.bound is None:
+            return
+        kind = "memory" if measured <= self.bound else "memory exceeded"
+        text = f"measured device peak {format_bytes(measured)}, bound {format_bytes(self.bound)}"
+        self.events.once("peak", kind, text, peak=measured, bound=self.bound)
+        if not self._returned:
+            self._returned = True
+            self._return_cache(self.bound)
+
+    def _return_cache(self, bound: int) -> None:
+        """What compilers and trials of the first step have left with torch, and steps do not need, goes back."""
+        device = self.regions.device
+        before = cached(device)
+        if before > bound:
+            torch.cuda.empty_cache()
+            self.events.add("memory", "what the first step has left in torch's cache returned to the device",
+                            before=format_bytes(before), now=format_bytes(cached(device)),
+                            bound=format_bytes(bound))  # fmt: skip
 
 
 def _said(reason: str) -> str:
@@ -363,19 +379,3 @@ def _said(reason: str) -> str:
 def _rows(visit: BlockVisit) -> int:
     """Of the largest micro-batch."""
     return max(call.batch or 1 for call in visit.calls)
-
-
-def measures(device: torch.device) -> bool:
-    """Whether the device counts what is allocated on it."""
-    return device.type == "cuda"
-
-
-def allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device)
-
-
-def peak(device: torch.device, run: Callable[[], object]) -> int:
-    """Most bytes of device memory that are allocated while `run` runs."""
-    torch.cuda.reset_peak_memory_stats(device)
-    run()
-    return torch.cuda.max_memory_allocated(device)

@@ -1,6 +1,10 @@
-"""Device memory that a step takes beside what a block's backward does, which a trial measures: by arithmetic."""
+"""Device memory that a step works with: how it is measured, and by arithmetic what is not."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
 
 from headrace.executor.head import LOGITS_AT_ONCE
 from headrace.spec.model import ModelSpec
@@ -30,3 +34,24 @@ def loss_bytes(spec: ModelSpec, hidden: int) -> int:
         widened = max(widened, tile.wide_weights.nbytes if wide else 0)
     # The gradient of the hidden states adds up in fp32.
     return min(most if heads else LOGITS_AT_ONCE, LOGITS_AT_ONCE) * LOGIT_BYTES + 2 * hidden + widened
+
+
+def measures(device: torch.device) -> bool:
+    """Whether the device counts what is allocated on it."""
+    return device.type == "cuda"
+
+
+def allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device)
+
+
+def cached(device: torch.device) -> int:
+    """What torch holds of the device, in use or not."""
+    return torch.cuda.memory_reserved(device)
+
+
+def peak(device: torch.device, run: Callable[[], object]) -> int:
+    """Most bytes of device memory that are allocated while `run` runs."""
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    return torch.cuda.max_memory_allocated(device)

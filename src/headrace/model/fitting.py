@@ -74,13 +74,6 @@ def differentiated(
                 raise torch.OutOfMemoryError(reason)
 
 
-def recompute(visit: BlockVisit) -> None:
-    """The graph that the visit has kept is let go: its backward makes it again, with the same bits."""
-    visit.keeps = False
-    for slice_ in (slice_ for call in visit.calls for slice_ in call.slices):
-        slice_.kept = None
-
-
 class _Divided(Exception):
     """The visit's slices were divided, if `ok`."""
 

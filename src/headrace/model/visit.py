@@ -334,11 +334,12 @@ class BlockVisit:
             return slice_.kept
         if self.keeps:
             raise StepError("a second backward through kept activations", "they were freed", "Use retain_graph=True")
-        return self._again(call, slice_, tensors, needs, self.block.again)
+        return self.again(call, slice_, tensors, needs, self.block.again)
 
-    def _again(
+    def again(
         self, call: Call, slice_: Slice, tensors: Sequence[Tensor], needs: Sequence[bool], run: Callable[..., Any]
     ) -> tuple[list[Tensor], list[Tensor]]:
+        """The same, recomputed now by `run`, a forward of the block."""
         bounds = slice_.bounds
         inputs = tensors if bounds is None or call.plan is None else rows.take(tensors, call.plan.inputs, *bounds)
         leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
@@ -349,18 +350,6 @@ class BlockVisit:
         if self.draws:
             raise torch.OutOfMemoryError(f"{self.block.name} draws random numbers: fewer rows would draw others")
         return leaves, outputs
-
-    def graphs(self, tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[object]:
-        """What the visit would keep instead of recomputing it, alive for as long as the result is. Of a compiled block
-        it is what its uncompiled forward keeps, which is more."""
-        found: list[object] = []
-        start = 0
-        with weights_as_handles(self.block.parameters):
-            for call, count in zip(self.calls, self.counts, strict=True):
-                given = tensors[start : start + count], needs[start : start + count]
-                found += [self._again(call, slice_, *given, self.block.original) for slice_ in call.slices]
-                start += count
-        return found
 
 
 def _keeps_graph() -> bool:
