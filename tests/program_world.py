@@ -74,7 +74,7 @@ class World:
         self.held -= {op.unit for op in program.ops if op.verb == "UPDATE"}
 
     def step(self, visits: Sequence[Visit], norm: bool = True) -> None:
-        order = [u for u in build.forward_order(self.spec, visits) if u in self.held]
+        order = [u for u in build.forward_order(self.spec, self.placement, visits) if u in self.held]
         waits, changed = self._writable()
         self._plain("the user's writes on the device, and zeros where no gradient came", waits, [], changed)
         program = build.update(self.spec, self.placement, order, self.slots, norm)
@@ -159,6 +159,8 @@ class World:
             return [(op.place,)], [("grads", unit)]
         if op.verb == "NORM":
             return [("grads", u) for u in sorted(self.held_at_norm())], []
+        if op.verb == "UPDATE" and op.region == "preview":
+            return [("grads", unit), state, self._weights(unit)], [("rows of", unit)]
         if op.verb == "UPDATE":
             place: list[tuple[object, ...]] = [(target,)] if target != "-" else []
             writes = [] if placement.home(unit) == DISK else [self._weights(unit)]
@@ -175,6 +177,9 @@ class World:
         if visit.kind == ROWS:
             tiles = self.spec.matrices[visit.unit].tiles
             reads = [("resident", t) if self.placement.weights[t] == DEVICE else self._weights(t) for t in tiles]
+            if not backward:  # those that are known before their update is made
+                early = [build.previewed(self.spec.units[t], self.placement) for t in tiles]
+                reads = [("rows of", t) if e else r for t, e, r in zip(tiles, early, reads, strict=True)]
             return reads, [("rows", op.visit)] if backward else []
         weights, _, grads = op.place.partition(">")
         reads: list[tuple[object, ...]] = [("resident", op.unit) if weights == "r" else (weights,)]

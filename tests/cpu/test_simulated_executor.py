@@ -66,7 +66,8 @@ def steps(spec: ModelSpec, placement: Placement, count: int) -> list[Program]:
     for _ in range(count):
         forward = build.forward(spec, placement, visits(spec), slots)
         backward = build.backward(spec, placement, visits(spec), forward.slots_after)
-        update = build.update(spec, placement, build.forward_order(spec, visits(spec)), backward.slots_after, True)
+        order = build.forward_order(spec, placement, visits(spec))
+        update = build.update(spec, placement, order, backward.slots_after, True)
         found += [forward, backward, update]
         slots = update.slots_after
     return found

@@ -132,7 +132,7 @@ def test_nothing_races_when_some_updates_are_late(tied: bool, offload: bool) -> 
             for program in world.programs:
                 assert not check(program) and parse(str(program)) == program
         backward, step = (next(p for p in world.programs if p.name == name) for name in ("backward", "update"))
-        updated = [[op.unit for op in program.ops if op.verb == "UPDATE"] for program in (backward, step)]
+        updated = [[op.unit for op in p.ops if (op.verb, op.region) == ("UPDATE", "state")] for p in (backward, step)]
         rest = [unit.index for unit in spec.units if unit.kind == REST]
         assert updated[1] == [*rest, *blocks[-3:]]
         assert sorted(updated[0] + updated[1]) == [unit.index for unit in spec.units if unit.trained.entries]
@@ -244,16 +244,41 @@ def test_updates_wait_for_the_norm_and_for_nothing_of_other_blocks() -> None:
 
 
 def test_updates_run_in_the_order_of_the_next_forward() -> None:
-    """Law 2: else the first block would be updated last, and nothing would hide behind the forward."""
-    spec, placement = placed(made(5), HOST, HOST, 2)
-    order = build.forward_order(spec, visits(spec))
-    assert order[0] == len(spec.units) - 1
-    assert order[1:] == [*range(2), *range(2, 7), *range(7, 9)]
-    # Blocks that a pass did not call come behind.
-    skipped = [v for v in visits(spec) if v.unit != 4 or v.kind == ROWS]
-    assert build.forward_order(spec, skipped)[-1] == 4
-    program = build.update(spec, placement, order, (None, None), norm=True)
-    assert [op.unit for op in program.ops if op.verb == "UPDATE"] == order
+    """Law 2: else the first block would be updated last, and nothing would hide behind the forward. An embedding's
+    tiles come first where its forward must wait for them."""
+    for weights, state, rows_first in ((HOST, DISK, True), (DEVICE, DEVICE, True), (HOST, HOST, False)):
+        spec, placement = placed(made(5), weights, state, 2)
+        order = build.forward_order(spec, placement, visits(spec))
+        assert order == [9, 0, 1, *range(2, 7), 7, 8] if rows_first else [9, *range(2, 7), 7, 8, 0, 1]
+        # Blocks that a pass did not call come behind.
+        skipped = [v for v in visits(spec) if v.unit != 4 or v.kind == ROWS]
+        assert build.forward_order(spec, placement, skipped)[-1] == 4
+        program = build.update(spec, placement, order, (None, None), norm=True)
+        assert [op.unit for op in program.ops if (op.verb, op.region) == ("UPDATE", "state")] == order
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_embedding_does_not_wait_for_the_updates_of_its_tiles(tied: bool) -> None:
+    """Its rows are known as soon as the norm is; the head still waits for the tiles that it reads."""
+    spec, placement = placed(made(5, tied=tied), HOST, HOST, 2)
+    calls = visits(spec)
+    update = build.update(spec, placement, build.forward_order(spec, placement, calls), (None, None), norm=True)
+    given = {token: op for op in update.ops for token in op.gives}
+    forward = build.forward(spec, placement, calls, update.slots_after)
+    needed, left = set[int](), {given[token].index for token in forward.ops[0].before}
+    while left:
+        needed |= left
+        left = {index for at in left for index in update.ops[at].after} - needed
+    ran = [update.ops[index] for index in sorted(needed) if update.ops[index].verb != "SEND"]
+    assert [(op.verb, op.region, op.unit) for op in ran] == [
+        ("NORM", "grads", -1), ("UPDATE", "preview", 0), ("UPDATE", "preview", 1)
+    ]  # fmt: skip
+    assert all(op.index < min(o.index for o in update.ops if o.region == "state") for op in ran)
+    heads = [op for op in forward.ops if op.verb == "LOAD" and op.unit in spec.matrices[-1].tiles]
+    assert [op.unit for op in heads for t in op.before if t == f"home:u{op.unit}"] == list(spec.matrices[-1].tiles)
+    for tile in spec.matrices[0].tiles:  # an update on another lane is not made before its preview is known
+        op = given[f"home:u{tile}"]
+        assert given[f"rows:u{tile}"].index in op.after
 
 
 def test_a_frozen_prefix_is_neither_loaded_nor_run_in_the_backward() -> None:

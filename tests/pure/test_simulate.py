@@ -101,7 +101,8 @@ def test_both_rules_hold_in_every_kind_of_program(overlap: bool) -> None:
         for _ in range(2):
             forward = build.forward(spec, placement, calls, slots)
             backward = build.backward(spec, placement, calls, forward.slots_after)
-            update = build.update(spec, placement, build.forward_order(spec, calls), backward.slots_after, True)
+            order = build.forward_order(spec, placement, calls)
+            update = build.update(spec, placement, order, backward.slots_after, True)
             slots = update.slots_after
             started += [forward, backward, update]
         for program in started:

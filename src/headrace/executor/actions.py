@@ -15,6 +15,7 @@ from headrace.executor.device_updates import DeviceUpdates
 from headrace.executor.executor import Notes
 from headrace.executor.guesses import Guesses
 from headrace.executor.inputs import InputStore
+from headrace.executor.previews import Previews
 from headrace.executor.row_gradients import RowGradients
 from headrace.executor.update_logs import DistantLog, HostLog, Log, LogStages
 from headrace.kernels import ops
@@ -68,10 +69,12 @@ class Actions:
     rows: RowGradients = field(init=False)
     guesses: Guesses = field(default_factory=Guesses)
     log_stages: LogStages = field(init=False)
+    previews: Previews = field(init=False)
 
     def __post_init__(self) -> None:
         self.on_device = DeviceUpdates(self.regions)
         self.rows = RowGradients(self.regions, self.ledger, self._note_sent)
+        self.previews = Previews(tile for matrix in self.regions.spec.matrices for tile in matrix.tiles)
         stages = [
             self.regions.places[f"w{number}"] for number in range(LOG_STAGES) if self.regions.placement.device_logs
         ]
@@ -176,7 +179,8 @@ class Actions:
                 self.broken, f"asked to go on with step {notes['step']}", "Call restore(folder) with a checkpoint"
             )
         try:
-            return {"state": self._settle, "guess": self._guess, "undo": self._undo}[op.region](op, notes)
+            handlers = {"state": self._settle, "guess": self._guess, "undo": self._undo, "preview": self._preview}
+            return handlers[op.region](op, notes)
         except (NonFiniteError, ParityError):
             raise
         except BaseException as error:
@@ -197,8 +201,10 @@ class Actions:
                 )
         end = None
         guessed = self.guesses.settle(unit, scale, notes["step"], notes["groups"], self.ledger.present[unit])
-        if scale is not None and not guessed:
-            end = self._apply(op, notes, scale)
+        with self.previews.made(unit):
+            if scale is not None and not guessed:
+                end = self._apply(op, notes, scale)
+                self.previews.ends(unit, end)
         if verdict is None:
             notes.setdefault("squares", []).append(self.ledger.squares[unit].item())
         self.ledger.consume(unit, updated=scale is not None)
@@ -217,6 +223,14 @@ class Actions:
         calls = self._calls(op, groups, 1.0)
         log, present = self._log(op.place), self.ledger.present[op.unit]
         self.guesses.make(op.unit, log, calls, notes["step"], groups, present)
+
+    def _preview(self, op: Op, notes: Notes) -> None:
+        verdict = notes.get("verdict")
+        if verdict is None:
+            self._check_early(op.unit, notes["step"])
+        scale = 1.0 if verdict is None else verdict.scale
+        if scale is not None:
+            self.previews.announce(op.unit, self._calls(op, notes["groups"], scale))
 
     def _log(self, place: str) -> Log:
         home = self.regions.places[place]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from headrace.base.errors import DataError
 from headrace.executor.passes import Pass
+from headrace.executor.previews import Previews, take_new_rows_
 from headrace.executor.row_gradients import copied
 from headrace.executor.stream import Stream
 from headrace.executor.window import meet
@@ -19,6 +20,7 @@ from headrace.kernels import ops
 from headrace.model.anchor import Anchor
 from headrace.model.parked import leased
 from headrace.model.surroundings import Autocast
+from headrace.optim.rules import Call
 from headrace.schedule.build import ROWS
 from headrace.spec.model import Matrix
 from headrace.spec.placement import DEVICE, DISK
@@ -53,7 +55,7 @@ def embed(stream: Stream, taken: TakenEmbedding, ids: Sequence[Tensor]) -> list[
     with stream.forward(taken.matrix, ROWS, training, trained):
         rows.number, rows.pass_ = stream.number, stream.current
         rows.pass_.anchors.append(anchor)
-        weight = gather(stream.regions, taken.matrix, rows.index).to(taken.weight.dtype)
+        weight = gather(stream.regions, stream.actions.previews, taken.matrix, rows.index).to(taken.weight.dtype)
     return list(_Embed.apply(stream, taken, rows, weight, anchor.tensor))  # type: ignore[no-untyped-call]
 
 
@@ -123,12 +125,18 @@ def _refuse(ids: Sequence[Tensor], count: int, name: str) -> None:
             )
 
 
-def gather(regions: Regions, matrix_index: int, index: Tensor) -> Tensor:
-    """Rows of a matrix on the device, (U, H), from wherever its tiles live. `index`: (U,) int64, sorted, on the CPU."""
+def gather(regions: Regions, previews: Previews, matrix_index: int, index: Tensor) -> Tensor:
+    """Rows of a matrix on the device, (U, H), from wherever its tiles live; where the update of a tile is known but not
+    made, as that will leave them. `index`: (U,) int64, sorted, on the CPU."""
     matrix = regions.spec.matrices[matrix_index]
+    with previews.still(matrix.tiles) as updates:
+        return _gathered(regions, updates, matrix, index)
+
+
+def _gathered(regions: Regions, updates: Mapping[int, Call], matrix: Matrix, index: Tensor) -> Tensor:
     out = torch.empty(index.numel(), matrix.columns, dtype=DTYPES[matrix.dtype], device=regions.device)
-    if "e0" not in regions.places or all(_reached(regions, tile) for tile in matrix.tiles):
-        _fill(regions, matrix, index, out)
+    if "e0" not in regions.places or all(_reached(regions, updates, tile) for tile in matrix.tiles):
+        _fill(regions, updates, matrix, index, out)
         _settled(copied(regions.device))  # what lives in host memory may be written from now on
         return out
     places = [regions.places[name].view(out.dtype) for name in ("e0", "e1")]
@@ -138,7 +146,7 @@ def gather(regions: Regions, matrix_index: int, index: Tensor) -> Tensor:
         part = index[start : start + size]
         place = places[number % 2][: part.numel() * matrix.columns].view(part.numel(), matrix.columns)
         _settled(free[number % 2])
-        _fill(regions, matrix, part, place)
+        _fill(regions, updates, matrix, part, place)
         out[start : start + size].copy_(place, non_blocking=True)
         free[number % 2] = copied(regions.device)
     for event in free:  # the places are the next call's
@@ -151,15 +159,18 @@ def _settled(event: torch.cuda.Event | None) -> None:
         event.synchronize()
 
 
-def _reached(regions: Regions, tile: int) -> bool:
-    """The device reads the tile's rows where they live."""
+def _reached(regions: Regions, updates: Mapping[int, Call], tile: int) -> bool:
+    """The device reads the tile's rows where they live, and all that their update needs."""
+    if tile in updates:
+        parts = [updates[tile].grad, *updates[tile].updated.values()]
+        return all(part is None or ops.reaches(regions.device, part) for part in parts)
     if regions.placement.weights[tile] == DEVICE:
         return True
     home = None if regions.placement.home(tile) == DISK else regions.home(tile, "weights")
     return home is not None and ops.reaches(regions.device, home)
 
 
-def _fill(regions: Regions, matrix: Matrix, index: Tensor, out: Tensor) -> None:
+def _fill(regions: Regions, updates: Mapping[int, Call], matrix: Matrix, index: Tensor, out: Tensor) -> None:
     """The rows `index` of the matrix, into `out` beside them."""
     for tile in matrix.tiles:
         entry = regions.spec.units[tile].weights.entries[0]
@@ -173,6 +184,8 @@ def _fill(regions: Regions, matrix: Matrix, index: Tensor, out: Tensor) -> None:
             rows.copy_(source.index_select(0, local.to(source.device)))
         elif regions.placement.home(tile) == DISK:
             regions.read_rows(tile, matrix.row_bytes, local.tolist(), rows.view(torch.uint8))
+        elif tile in updates:
+            take_new_rows_(rows, updates[tile], matrix.columns, local.to(rows.device))
         else:
             home = regions.home(tile, "weights")
             assert home is not None
@@ -213,7 +226,8 @@ class _Embed(torch.autograd.Function):
             if plain:  # its gradient does not depend on the weight's values
                 weight = torch.empty(rows.index.numel(), matrix.columns, dtype=taken.weight.dtype, device=stream.device)
             else:
-                weight = gather(stream.regions, taken.matrix, rows.index).to(taken.weight.dtype)
+                weight = gather(stream.regions, stream.actions.previews, taken.matrix, rows.index)
+                weight = weight.to(taken.weight.dtype)
             total = torch.zeros(weight.shape, dtype=torch.float32, device=stream.device)
             with stream.sink.into(taken.weight, total):
                 for positions, grad in zip(rows.positions, grads, strict=True):

@@ -322,7 +322,8 @@ class Stream:
             make_places(self, visits, early=self._early_notes is not None)
         spec = self.spec if self.weights_wanted else frozen(self.spec)
         units = [unit.index for unit in self.spec.units if unit.kind in (BLOCK, TILE)]
-        early = [unit for unit in units if unit not in self.placement.late] if self._early_notes is not None else ()
+        late = {*self.placement.late, *build.previewed_rows(self.spec, self.placement, visits)}
+        early = [unit for unit in units if unit not in late] if self._early_notes is not None else ()
         guessing = self.weights_wanted and not early and len(self._live) == 1
         guessed, guess = self.guess(visits) if guessing else ({}, {})
         program = build.backward(spec, self.placement, visits, self.slots, frozenset(self.held), early, guessed)

@@ -19,6 +19,7 @@ Raises OptionError (a ValueError) when sizes, dtypes, layouts or devices do not 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,7 @@ from headrace.kernels.checks import (
     check_step,
 )
 from headrace.kernels.scalars import AdamOptions, AdamScalars, adam_scalars, sgd_scalars
-from headrace.kernels.threads import available_threads, set_threads
+from headrace.kernels.threads import available_threads, running, set_threads
 from headrace.spec.formats import undo_log_bytes
 
 if TYPE_CHECKING:
@@ -232,6 +233,11 @@ def join_master_(master: Tensor, hi: Tensor, low: Tensor) -> None:
 def reaches(device: torch.device, matrix: Tensor) -> bool:
     """Kernels on `device` can read and write the matrix: it is there, or in memory that is page-locked for CUDA."""
     return matrix.device == device or (device.type == "cuda" and matrix.device.type == "cpu" and matrix.is_pinned())
+
+
+def turn(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """On the CPU no other thread's kernel runs inside, so that several calls wait for others once, not each."""
+    return running if device.type == "cpu" else contextlib.nullcontext()
 
 
 def take_rows_(

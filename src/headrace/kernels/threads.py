@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
+
+running = threading.RLock()
+"""Held by the thread that runs a kernel on the CPU."""
 
 _chosen: int | None = None
 _allowed: int | None = None  # measured once: reading the control group at every kernel call would cost more than some

@@ -15,7 +15,7 @@ from functools import cached_property
 from headrace.plan.simulate import Uses
 from headrace.plan.simulate import Work as Taken
 from headrace.plan.subject import Subject, Work, features_out, multiplied
-from headrace.schedule.build import ROWS
+from headrace.schedule.build import ROWS, previewed
 from headrace.schedule.op import Op
 from headrace.spec.footprint import passes_device, stage_bytes
 from headrace.spec.formats import itemsize
@@ -131,8 +131,8 @@ class Costs:
         return Taken(size / rate + SMALLEST, ((way, rate), ("disk", rate), ("memory", rate)))
 
     def _update(self, op: Op) -> Taken:
-        if op.region == "state" and op.place.startswith(("l", "v")):
-            return Taken(SMALLEST)  # a guess is confirmed
+        if op.region == "preview" or (op.region == "state" and op.place.startswith(("l", "v"))):
+            return Taken(SMALLEST)  # a few numbers are noted, or a guess is confirmed
         unit, rates = self._unit(op), self.profile.updates
         count = sum(entry.numel for entry in unit.trained.entries)
         share = update_bytes(unit) / (READS + WRITES)
@@ -193,8 +193,16 @@ class Costs:
         rate = self.profile.link.up
         copied = (("up", rate), ("link", rate), ("memory", rate))
         if self.profile.shared:
-            return Taken(gathered + SMALLEST, self._arithmetic)
-        return Taken(self.hidden_bytes / rate + SMALLEST, copied, issue=gathered, blocks=True)
+            return Taken(gathered + SMALLEST + self._previewing(self.profile.updates.host), self._arithmetic)
+        seconds = self.hidden_bytes / rate + self._previewing(rate / READS)
+        return Taken(seconds + SMALLEST, copied, issue=gathered, blocks=True)
+
+    def _previewing(self, rate: float) -> float:
+        """Seconds of the rows' own updates, see executor/previews. `rate`: of bf16 weights with fp32 moments."""
+        unit = next((unit for unit in self.subject.spec.units if previewed(unit, self.placement)), None)
+        if unit is None:
+            return 0.0
+        return self.work.tokens * self.subject.hidden * update_bytes(unit) / (READS + WRITES) / rate
 
     def _visit_seconds(self, unit: Unit, backward: bool) -> float:
         subject, profile, constants = self.subject, self.profile, self.profile.calibration

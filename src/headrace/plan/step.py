@@ -51,8 +51,8 @@ def programs(subject: Subject, placement: Placement, clips: bool, guesses: bool,
     `guesses`: so do those that have a log."""
     spec, visits = subject.spec, list(subject.visits)
     visits = [replace(v, saves_input=v.kind == BLOCK and placement.sends(v.unit)) for v in visits]
-    order, slots = build.forward_order(spec, visits), (None,) * placement.slots
-    late = {rest_of(subject), *placement.late}
+    order, slots = build.forward_order(spec, placement, visits), (None,) * placement.slots
+    late = {rest_of(subject), *placement.late, *build.previewed_rows(spec, placement, visits)}
     early = [] if clips else [unit.index for unit in spec.units if unit.index not in late]
     blocks = list(dict.fromkeys(v.unit for v in reversed(visits) if v.kind == BLOCK))
     able = [unit for unit in blocks if keeps_log(spec.units[unit], placement)] if guesses and clips else []

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from headrace.schedule.op import Op, Program
 from headrace.spec.formats import itemsize
 from headrace.spec.model import REST, TILE, ModelSpec, Unit
-from headrace.spec.placement import DEVICE, DISK, Placement
+from headrace.spec.placement import DEVICE, DISK, HOST, Placement
 
 ROWS = "rows"
 """Kind of a visit that gathers rows of a matrix (an embedding) instead of loading a unit."""
@@ -115,6 +115,13 @@ class _Builder:
         ends = [f"updated:u{unit}", f"home:u{unit}"]
         self.add("UPDATE", "guess", unit, log, "host", [f"grads:u{unit}", f"home:u{unit}", "issued"], ends)
 
+    def preview(self, units: Iterable[int]) -> None:
+        """From here on rows of these tiles are known as their updates will leave them."""
+        for unit in units:
+            if previewed(self.spec.units[unit], self.placement):
+                waits = [f"grads:u{unit}", f"home:u{unit}", "norm"]
+                self.add("UPDATE", "preview", unit, "-", "host", waits, [f"rows:u{unit}"])
+
     def update(self, unit: int, ring: str | None = None, log: str | None = None) -> None:
         """Everything one unit's update needs, in order. `ring`: where its gradients lie, when not in their home. `log`:
         that of its guess, which is confirmed or taken back."""
@@ -128,6 +135,8 @@ class _Builder:
                      [f"home:u{unit}", f"state:u{unit}", f"unstaged:{place}"], [f"staged:{place}"])  # fmt: skip
             needs.append(f"staged:{place}")
         refresh = placement.weights[unit] == DEVICE and home != DEVICE
+        if previewed(self.spec.units[unit], placement):
+            needs.append(f"rows:u{unit}")
         ends = [f"updated:u{unit}"] + ([f"home:u{unit}"] if home != DISK and not refresh else [])
         ends += [f"free:{ring}"] if ring is not None else []
         where = place if ring is None else f"{ring}>{place}"
@@ -147,7 +156,8 @@ def forward(spec: ModelSpec, placement: Placement, visits: Sequence[Visit], slot
     for number, visit in enumerate(visits):
         later = units[number + 1 :]
         if visit.kind == ROWS:
-            ready = [f"home:u{tile}" for tile in spec.matrices[visit.unit].tiles]
+            tiles = spec.matrices[visit.unit].tiles
+            ready = [f"{'rows' if previewed(spec.units[tile], placement) else 'home'}:u{tile}" for tile in tiles]
             build.add("FORWARD", "-", -1, _rows_at(spec, placement, visit), "compute", ready, [], number)
             continue
         place, waits = build.bring(visit.unit, later)
@@ -202,13 +212,27 @@ def backward(
                 contributed.update(tiles)
         else:
             _backward_unit(build, visit, number, later, contributed, rings)
-        for unit in early:
-            if last_use.get(unit) == position and spec.units[unit].trained.entries:
-                build.update(unit, rings.get(unit))
+        over = [unit for unit in early if last_use.get(unit) == position and spec.units[unit].trained.entries]
+        build.preview(over)
+        for unit in over:
+            build.update(unit, rings.get(unit))
         for unit, log in guessed.items():
             if last_use.get(unit) == position:
                 build.guess(unit, log)
     return Program("backward", tuple(build.ops), tuple(slots), tuple(build.slots))
+
+
+def previewed(unit: Unit, placement: Placement) -> bool:
+    """A forward may work out those rows of a tile that it gathers before the tile's own update is made: all that an
+    update reads is in host memory."""
+    tiers = placement.weights[unit.index], placement.state[unit.index]
+    return unit.kind == TILE and bool(unit.trained.entries) and tiers == (HOST, HOST)
+
+
+def previewed_rows(spec: ModelSpec, placement: Placement, visits: Iterable[Visit]) -> list[int]:
+    """Such tiles of embeddings: step() updates them behind all that the next forward needs before its head."""
+    tiles = (tile for visit in visits if visit.kind == ROWS for tile in spec.matrices[visit.unit].tiles)
+    return [tile for tile in dict.fromkeys(tiles) if previewed(spec.units[tile], placement)]
 
 
 def contributes(spec: ModelSpec, visit: Visit) -> tuple[int, ...]:
@@ -293,6 +317,7 @@ def update(
             build.add("SEND", "grads", unit, "r>-", "d2h", waits, [f"grads:u{unit}"])
     if norm:
         build.add("NORM", "grads", -1, "-", "host", [*(f"grads:u{unit}" for unit in trained), "issued"], ["norm"])
+    build.preview(trained)
     for unit in trained:
         build.update(unit, log=guessed.get(unit))
     # What is still in a slot is stale now.
@@ -307,10 +332,13 @@ def undo(units: Iterable[int]) -> Program:
     return Program("undo", tuple(ops))
 
 
-def forward_order(spec: ModelSpec, visits: Sequence[Visit]) -> list[int]:
-    """Units in the order in which the next forward needs their updates: the rest, then by first visit."""
+def forward_order(spec: ModelSpec, placement: Placement, visits: Sequence[Visit]) -> list[int]:
+    """Units in the order in which the next forward needs their updates: the rest, then by first visit. An embedding's
+    previewed tiles it needs when it comes to the head, or never."""
     first: dict[int, None] = {unit.index: None for unit in spec.units if unit.kind == REST}
+    rows = previewed_rows(spec, placement, visits)
     for visit in visits:
-        first.update(dict.fromkeys(contributes(spec, visit)))
+        first.update(dict.fromkeys(u for u in contributes(spec, visit) if visit.kind != ROWS or u not in rows))
+    first.update(dict.fromkeys(rows))
     first.update(dict.fromkeys(unit.index for unit in spec.units if unit.kind in ("block", TILE)))
     return list(first)

@@ -25,7 +25,7 @@ class Op:
     verb: str
     region: str
     """weights, state, grads, input (a block's saved input), or - for compute ops; of an UPDATE also guess (made before
-    the norm is known) and undo (a guess is taken back)."""
+    the norm is known), undo (a guess is taken back) and preview (rows are known as an update will leave them)."""
     unit: int
     """Index of the unit; -1 where there is none."""
     place: str

@@ -123,13 +123,13 @@ class Session:
 
     def program(self, kind: str = "forward") -> Program:
         """The program of a "forward", "backward" or "update" pass as it would run now."""
-        visits = self._stream.predicted(True)
-        slots = (None,) * self.placement.slots
+        spec, placement, visits = self.spec, self.placement, self._stream.predicted(True)
+        slots = (None,) * placement.slots
         if kind == "forward":
-            return build.forward(self.spec, self.placement, visits, slots)
+            return build.forward(spec, placement, visits, slots)
         if kind == "backward":
-            return build.backward(self.spec, self.placement, visits, slots)
-        return build.update(self.spec, self.placement, build.forward_order(self.spec, visits), slots, norm=True)
+            return build.backward(spec, placement, visits, slots)
+        return build.update(spec, placement, build.forward_order(spec, placement, visits), slots, norm=True)
 
     def memory_report(self) -> dict[str, Any]:
         """Bytes by tier and region, peaks, link and disk traffic, events."""
@@ -185,7 +185,7 @@ class Session:
             self._trial.compare(torch.cuda.max_memory_allocated(self.device))
         number = self.steps + 1
         notes: dict[Any, Any] = early if early is not None else self._now()
-        order = [u for u in build.forward_order(self.spec, self._stream.predicted(True)) if u in held]
+        order = [u for u in build.forward_order(self.spec, self.placement, self._stream.predicted(True)) if u in held]
         rest = self.anatomy.rest
         if rest in held:
             notes["rest", rest] = arrival = self._stream.sink.take_rest()
@@ -362,6 +362,7 @@ class Session:
         self._stream.abandon()
         self._executor.recover()
         self._guessing.forget()
+        self._actions.previews.forget()
         self._stream.begin_step()
         self.zero_grad()
         self._actions.ledger.drop()

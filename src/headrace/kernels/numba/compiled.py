@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,14 +13,13 @@ from torch import Tensor
 
 from headrace.kernels.backends import BackendUnavailable, note_fallback
 from headrace.kernels.numba import loops
-from headrace.kernels.threads import threads
+from headrace.kernels.threads import running, threads
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 # Note [one parallel loop at a time]: Numba's workqueue layer, the only one where neither TBB nor OpenMP is installed,
 # aborts the process when a second Python thread enters a parallel loop. Its other layers would let both in, at the
-# cost of twice the threads. The lock is held for the whole loop, which itself runs without the GIL.
-_one_at_a_time = threading.Lock()
+# cost of twice the threads. The lock `running` is held for the whole loop, which itself runs without the GIL.
 _owner: int | None = None  # the process whose threads these are; None before the first loop
 _dispatchers: dict[str, Any] = {}
 _numba: Any = importlib.import_module("numba")  # untyped
@@ -34,7 +32,7 @@ def run(loop: Callable[..., None], *arguments: Any) -> None:
         _owner = os.getpid()
     elif _owner != os.getpid():  # the lock may be held by nobody here, and the OpenMP layer aborts such a child
         raise BackendUnavailable("this process is a fork of one that runs Numba, whose threads do not survive a fork")
-    with _one_at_a_time:
+    with running:
         # Numba keeps the number of threads per calling thread, and user code may have its own.
         torch_before = torch.get_num_threads()
         before = _numba.get_num_threads()
