@@ -6,6 +6,7 @@ Needs a CUDA device.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ import torch
 import headrace
 from against_plain import adamw, assert_close, assert_equal, weights
 from gpu.test_activations_gpu import model
+from headrace.plan import search
+from headrace.plan.updates import place_logs
 from headrace.session.surviving import surviving
 from headrace.spec.placement import DEVICE
 
@@ -102,3 +105,37 @@ def test_a_batch_that_runs_out_of_memory_is_survived(max_grad_norm: float | None
         assert_equal(short.weights, free.weights)
     else:
         assert_close(short.weights, free.weights, 1e-2)
+
+
+def test_logs_of_guessed_updates_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A longer batch needs the place of logs on the device while the step before is under way: they go, no block moves,
+    and every bit is that of a run that keeps them."""
+
+    def placed(*given: Any) -> Any:
+        found, text = place_logs(*given)
+        return (replace(found, logs=1, device_logs=3), text) if found.logs else (found, text)
+
+    monkeypatch.setattr(search, "place_logs", placed)
+    found = []
+    host = {"weights": "host", "state": "host"}
+    options = {"max_grad_norm": 1e9, "accumulation": 1, "compile": False, "placement": host}
+    for short in (False, True):
+        plain = model()
+        ours, driver = headrace.wrap(plain, adamw(plain), device="cuda", **options)
+        with headrace.session(ours) as session:
+            trial, regions = session._trial, session._stream.regions
+            size, before = regions.places["v0"].numel(), regions.device_bytes
+            for step, tokens in enumerate((*[SHORT] * 4, LONG, SHORT, LONG)):
+                if step == 4:  # both measure the longer batch
+                    trial.budget, trial.bound = found[0][1] - 3 * size // 2 if short else None, None
+                ids = ids_of(step, tokens)
+                ours(input_ids=ids, labels=ids).loss.backward()
+                driver.step()
+                driver.zero_grad()
+            session.wait()
+            found.append((weights(ours), trial.bound))
+            left = session.placement.device_logs
+            assert left < 3 if short else left == 3
+            assert regions.device_bytes <= before - (3 - left) * size
+            assert not any(event.kind in ("moved", "rows", "memory exceeded") for event in session.events)
+    assert_equal(found[1][0], found[0][0])
