@@ -14,7 +14,7 @@ from torch import nn
 import headrace
 import tiny_checkpoints as tiny
 from against_plain import assert_close, batch, hf_loss, sgd, weights
-from headrace.base.errors import ModelError
+from headrace.base.errors import ModelError, StepError
 from headrace.checkpoint.export import save_pretrained
 from headrace.model.build import load_model
 from headrace.model.parked import Parked
@@ -186,6 +186,12 @@ def test_weights_may_be_changed_before_wrap(family: str, tmp_path: Path) -> None
                 each.step()
                 each.zero_grad()
         assert_close(weights(ours), weights(plain))
+
+
+def test_training_a_model_that_was_not_wrapped_says_so(tmp_path: Path) -> None:
+    model = load_model(tiny.save(tiny.build("llama"), tmp_path))
+    with pytest.raises(StepError, match=r"the model is not wrapped.* Call headrace\.wrap"):
+        hf_loss(model, batch(vocabulary=99)).backward()
 
 
 def test_reading_from_several_threads(tmp_path: Path) -> None:

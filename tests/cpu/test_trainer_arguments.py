@@ -299,3 +299,20 @@ def test_defaults_of_transformers_are_accepted(tmp_path: Path) -> None:
     ours.train()
     assert ours.session.options.max_grad_norm == 1.0 and ours.optimizer.defaults["lr"] == 5e-5
     assert len(logged(ours, "loss")) == 1
+
+
+class Referenced(transformers.Trainer):
+    """As trl's DPOTrainer, which has its reference model in the second place."""
+
+    def __init__(self, model: Any, reference: Any = None, args: Any = None, **named: Any) -> None:
+        self.reference = reference
+        super().__init__(model, args, **named)
+
+
+def test_trainers_with_arguments_in_another_order(tmp_path: Path) -> None:
+    mine: Any = type("Mine", (StreamedTraining, Referenced), {})
+    by_name = mine(model=llama(1), args=arguments(tmp_path))
+    by_place = mine(torch.compile(llama(1)), "reference", arguments(tmp_path))
+    assert (by_name.reference, by_place.reference) == (None, "reference")
+    assert by_name.args.max_steps == by_place.args.max_steps == arguments(tmp_path).max_steps
+    assert isinstance(by_place.model, transformers.LlamaForCausalLM)

@@ -59,15 +59,18 @@ class StreamedTraining(_Base):
     _covered: frozenset[str] = frozenset()
     """Those of REPLACED that a derived class makes up for, where the Trainer it is mixed into overrides them."""
 
-    def __init__(
-        self, model: Any = None, args: Any = None, *others: Any, headrace: Mapping[str, Any] | None = None, **named: Any
-    ) -> None:
+    def __init__(self, *positional: Any, headrace: Mapping[str, Any] | None = None, **named: Any) -> None:
         self._given = dict(headrace or {})
-        self._own_optimizer = _gives_optimizer(super().__init__, (model, args, *others), named)
+        self._own_optimizer = _gives_optimizer(super().__init__, positional, named)
         self._window: list[Any] = []
         self._meter: Meter | None = None
-        model, self._was_compiled = _uncompiled(model)
-        super().__init__(model, args, *others, **named)
+        model = named.get("model", positional[0] if positional else None)
+        inner = getattr(model, "_orig_mod", None)
+        self._was_compiled = inner is not None
+        if self._was_compiled:  # a model that torch.compile returned
+            positional = tuple(inner if given is model else given for given in positional)
+            named = {name: inner if given is model else given for name, given in named.items()}
+        super().__init__(*positional, **named)
         smoother: Any = self.label_smoother
         if smoother is not None:
             self.label_smoother = StreamedLabelSmoother(smoother, lambda: self.model)  # type: ignore[assignment]
@@ -337,12 +340,6 @@ def _gives_optimizer(init: Callable[..., None], positional: tuple[Any, ...], nam
     given = {**bound.get("kwargs", {}), **bound}
     optimizer, _ = given.get("optimizers") or (None, None)
     return optimizer is not None or given.get("optimizer_cls_and_kwargs") is not None
-
-
-def _uncompiled(model: Any) -> tuple[Any, bool]:
-    """The module inside torch.compile(model), and whether there was one."""
-    inner = getattr(model, "_orig_mod", None)
-    return (model, False) if inner is None else (inner, True)
 
 
 def _session_of(model: Any) -> Session | None:

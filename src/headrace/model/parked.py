@@ -103,6 +103,11 @@ def whole_value(parameter: Any) -> Tensor | None:
     return look_up() if look_up is not None and getattr(_INSIDE, "block", None) is None else None
 
 
+_OUTSIDE = (
+    "Call the module instead of using its weight. Layers that call their parts in a backward of their own, as "
+    "reversible ones do, cannot be streamed"
+)
+_UNOPENED = "Call headrace.wrap(model, optimizer) before training, or use HeadraceTrainer"
 _INSIDE = threading.local()
 _ASKING = (torch.autograd.grad, torch.autograd.backward)
 _NO_WRITES = ("requires_grad_", "share_memory_")
@@ -114,18 +119,13 @@ class _Read(torch.autograd.Function):
     """Lets a parked weight be read while gradients are on; a gradient that arrives here would be lost, so it raises."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, what: str, anchor: Tensor) -> Tensor:
-        ctx.what = what
+    def forward(ctx: Any, value: Tensor, what: str, advice: str, anchor: Tensor) -> Tensor:
+        ctx.what, ctx.advice = what, advice
         return value
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> NoReturn:
-        raise StepError(
-            f"the weight {ctx.what} was used outside its module's own forward, and needs a gradient there",
-            "its gradient would be lost",
-            "Call the module instead of using its weight. Layers that call their parts in a backward of their own, as "
-            "reversible ones do, cannot be streamed",
-        )
+        raise StepError(f"{ctx.what}, and needs a gradient there", "its gradient would be lost", ctx.advice)
 
 
 class WeightValue(Tensor):
@@ -279,9 +279,12 @@ def _with_values(item: Any, near: Set[torch.device] = frozenset(), keep: bool = 
             return value
         anchor = torch.zeros((), requires_grad=True)
         owner = getattr(item, "_headrace_owner", None)
-        what = f"{label} of {owner}" if owner else label
-        found = _near(item._headrace_home.read(item), item, near)
-        return _Read.apply(found, what, anchor)  # type: ignore[no-untyped-call]
+        what = f"the weight {label} of {owner}" if owner else f"the weight {label}"
+        what, advice = f"{what} was used outside its module's own forward", _OUTSIDE
+        home = item._headrace_home
+        if getattr(home, "unopened", False):
+            what, advice = f"the model is not wrapped: the weight {label} still lies in its files", _UNOPENED
+        return _Read.apply(_near(home.read(item), item, near), what, advice, anchor)  # type: ignore[no-untyped-call]
     if isinstance(item, (list, tuple)):
         return type(item)(_with_values(part, near, keep) for part in item)
     if isinstance(item, dict):

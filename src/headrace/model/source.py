@@ -48,6 +48,8 @@ class SourceHome:
     """The home (see model/parked.py) of a parameter that still lies in its source, until it is changed."""
 
     device = torch.device("cpu")
+    unopened = True
+    """No session has taken the weight: nothing can train it yet."""
 
     def __init__(self, source: WeightSource, name: str, events: EventLog) -> None:
         self.source, self.name, self._events = source, name, events
