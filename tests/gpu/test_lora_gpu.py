@@ -12,7 +12,7 @@ from headrace.kernels import low_rank, ops
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 SHAPES = [(1, 33, 17), (7, 1, 300), (513, 129, 64), (2049, 4097, 130), (8192, 3584, 512)]
-RANKS = [1, 8, 16, 33, 128, 200]
+RANKS = [1, 8, 16, 20, 33, 128, 200]
 
 
 @pytest.fixture(autouse=True)
@@ -47,11 +47,55 @@ def test_products(shape: tuple[int, int, int], r: int, dtype: torch.dtype) -> No
     assert added.dtype == dtype
     assert_near(added, exact, 3e-3 if dtype == torch.bfloat16 else 1e-5)
     assert_near(low_rank.add_narrow(None, y, a, torch.float32), y.double() @ a.double(), 1e-5)
+    assert_near(low_rank.add_narrow(g, y, b.t(), torch.float32, 0.7), exact, 1e-5)
+    z = torch.randn(m, r, device="cuda")
+    for _ in range(3):  # compiled, launched, launched by addresses
+        a_grad, b_grad = low_rank.adapter_grads(x, y, g, z, 0.9)
+        assert_near(a_grad, z.double().t() @ x.double(), 1e-5)
+        assert_near(b_grad, 0.9 * (g.double().t() @ y.double()), 1e-5)
+        again = low_rank.adapter_grads(x, y, g, z, 0.9)
+        assert torch.equal(a_grad, again[0]) and torch.equal(b_grad, again[1])
     for left, right in ((y, x), (x, y), (g, y)):
         found = low_rank.transposed_product(left, right, 0.9)
         assert torch.equal(found, low_rank.transposed_product(left, right, 0.9)) and found.is_contiguous()
         assert_near(found, 0.9 * (left.double().t() @ right.double()), 1e-5)
     assert not low_rank._unusable
+
+
+def test_rows_in_more_dimensions_and_anywhere() -> None:
+    """As the same rows in a matrix; also where they do not follow each other or begin at odd places."""
+    torch.manual_seed(0)
+    x = torch.randn(40, 3, 7, 96, device="cuda").bfloat16()[:, :, :, 5:-2].transpose(0, 2)
+    a, base = torch.randn(16, 89, device="cuda"), torch.randn(7, 3, 40, 130, device="cuda").bfloat16()
+    b, rows = torch.randn(130, 16, device="cuda"), x.reshape(-1, 89)
+    y = low_rank.narrow_product(x, a.t(), 0.5)
+    assert y.shape == (7, 3, 40, 16) and torch.equal(y.view(-1, 16), low_rank.narrow_product(rows, a.t(), 0.5))
+    added = low_rank.add_narrow(base, y, b.t(), torch.bfloat16, 2.0)
+    assert added.shape == base.shape
+    assert_near(added, base.double() + 2 * (y.double() @ b.double().t()), 3e-3)
+    narrow = torch.randn_like(y)
+    found = low_rank.adapter_grads(x, y, base, narrow, 0.5)
+    expected = low_rank.adapter_grads(rows, y.view(-1, 16), base.view(-1, 130), narrow.view(-1, 16), 0.5)
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+    assert not low_rank._unusable
+
+
+def test_launches_follow_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And Triton takes addresses, as `Launch` hands them over."""
+    from headrace.kernels.triton import launch
+
+    monkeypatch.setattr(launch, "note_fallback", lambda device, reason: pytest.fail(reason))
+    x, a = torch.zeros(2048, 512, device="cuda").bfloat16(), torch.ones(16, 512, device="cuda")
+    for _ in range(3):
+        low_rank.narrow_product(x, a.t())
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)
+        x.fill_(1)
+        y = low_rank.narrow_product(x, a.t())
+    side.synchronize()
+    assert torch.equal(y, torch.full_like(y, 512))
 
 
 @pytest.mark.parametrize("r", [1, 16, 100])
@@ -82,11 +126,12 @@ def test_no_copy_of_a_wide_matrix_is_made() -> None:
     assert torch.cuda.max_memory_allocated() - before < x.nbytes / 4
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_adapted_layers_follow_peft(compiled: bool) -> None:
+@pytest.mark.parametrize("backend", ["", "inductor", "lower"])
+def test_adapted_layers_follow_peft(backend: str) -> None:
     """Results and gradients of a layer in bf16 with an adapter in fp32, within the rounding of bf16."""
     peft = pytest.importorskip("peft")
     from headrace.base.events import EventLog
+    from headrace.model.compiled import lower
     from headrace.model.lora import fuse
 
     torch.manual_seed(0)
@@ -99,7 +144,11 @@ def test_adapted_layers_follow_peft(compiled: bool) -> None:
         if fused:
             fuse([layer], torch.device("cuda", 0), EventLog(), [])
         own = x.clone().requires_grad_()
-        out = (torch.compile(layer, fullgraph=True) if compiled and fused else layer)(own)
+        call = layer
+        if fused and backend:
+            torch.compiler.reset()
+            call = torch.compile(layer, fullgraph=True, backend=lower if backend == "lower" else backend)
+        out = call(own)
         out.backward(grad)
         sides.append([out.detach(), own.grad, layer.lora_A.default.weight.grad, layer.lora_B.default.weight.grad])
         layer.zero_grad()

@@ -12,12 +12,17 @@ import torch
 import headrace
 from against_plain import Block, assert_close, batch, gradients, hf_loss, llama, sgd, streamed, toy, toy_loss
 from headrace.model import compiled
+from headrace.model.lora import decompositions
 
 
 class Graphs(list[Any]):
-    """The graphs that torch.compile captured, and how often the forwards of those with a backward ran."""
+    """The graphs that torch.compile captured, the backwards made of them, and how often the forwards of those ran."""
 
     forwards = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backwards: list[Any] = []
 
 
 def ahead(made: Graphs) -> Any:
@@ -38,11 +43,16 @@ def ahead(made: Graphs) -> Any:
             boxed = make_boxed_func(call)
             return boxed if around is None else around(boxed, part)
 
+        def backward(part: Any, examples: Any) -> Any:
+            made.backwards.append(part)
+            return make_boxed_func(part.forward)
+
         compiled = aot_autograd(
             fw_compiler=forward,
-            bw_compiler=lambda part, examples: make_boxed_func(part.forward),
+            bw_compiler=backward,
             inference_compiler=lambda part, examples: make_boxed_func(part.forward),
             partition_fn=min_cut_rematerialization_partition,
+            decompositions=decompositions(),
         )(graph, inputs)
         if around is not None:
             made.append(graph)

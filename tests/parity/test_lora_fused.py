@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -68,6 +69,10 @@ def test_the_operators_are_what_torch_expects_of_them() -> None:
     for wide in (True, False):
         x = torch.randn(2, 5, 9).to(BF16).requires_grad_(wide)
         torch.library.opcheck(operators().lora_add, (torch.randn(2, 5, 7).to(BF16), x, a, b, 0.5))
+        x, grad, narrow = x.detach(), torch.randn(2, 5, 7).to(BF16), torch.randn(2, 5, 3)
+        torch.library.opcheck(operators().lora_narrow, (x, a.detach()))
+        torch.library.opcheck(operators().lora_widen, (grad, narrow, b.detach(), 0.5))
+        torch.library.opcheck(operators().lora_grads, (grad, x, narrow, a.detach(), b.detach(), 0.5, wide))
 
 
 def saved_by(module: Any, x: Tensor) -> list[Tensor]:
@@ -180,7 +185,8 @@ def test_merged_as_peft_merges() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"rows": 3}, {"activations": "keep"}], ids=str)
 def test_compiled(graphs: Graphs, options: dict[str, Any]) -> None:
-    """The operator is one node of a block's graph, which is whole, and whose replays run no kernel."""
+    """The operator is one node of a block's graph, which is whole, and whose replays run no kernel. In a backward x A^T
+    is computed once, for the recompute and for the gradients, and what no gradient needs is not."""
     model = lora(llama(4, BF16))
     plain = copy.deepcopy(model)
     with streamed(model, adamw, compile=True, **options) as (ours, driver):
@@ -198,3 +204,10 @@ def test_compiled(graphs: Graphs, options: dict[str, Any]) -> None:
     assert graphs.forwards == 2 * 4
     found = [str(node.target) for graph in graphs for node in graph.graph.nodes]
     assert found.count("headrace.lora_add") + found.count("headrace.lora_add.default") == 2 * 7
+    assert len(graphs.backwards) == 2
+    for backward in graphs.backwards:
+        parts = Counter(str(node.target) for node in backward.graph.nodes if "headrace" in str(node.target))
+        recomputed = (
+            {} if "activations" in options else {"headrace.lora_narrow.default": 7, "headrace.lora_widen.default": 6}
+        )
+        assert parts == {"headrace.lora_grads.default": 7, **recomputed}

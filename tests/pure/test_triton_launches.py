@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,50 @@ def test_what_is_compiled_anew() -> None:
         assert start(program, x, **other) == "again", other
     assert start(program, late) == "compiled" and start(program, narrow) == "compiled"
     assert start(Program(), x) == "compiled"
+
+
+class Direct(Kernel):
+    """With what a `Launch` needs; its tensors come as addresses."""
+
+    function, packed_metadata, broken = "function", "metadata", False
+
+    def run(self, *given: Any) -> None:
+        if self.broken:
+            raise TypeError("other arguments")
+        self.ran.append(("direct", given))
+
+
+def test_a_launch_hands_over_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second call on, where all tensors are aligned; else, or where Triton refuses, it is an ordinary call."""
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    monkeypatch.setattr(Tensor, "get_device", lambda tensor: None)
+    told: list[str] = []
+    monkeypatch.setattr(launch, "note_fallback", lambda device, reason: told.append(reason))
+    monkeypatch.setattr(sys.modules[__name__], "Kernel", Direct)
+    program, buffer = Program(), torch.zeros(65)
+    x, late = buffer[:64], buffer[1:]
+    mine = launch.Launch(program, (3, 2), (8, 0.5), FAST=True, SIZE=4, num_warps=4)
+    mine(late, x)
+    mine(x, x)
+    assert [ran[0] for ran in program.ran] == ["compiled", "compiled"]
+    mine(x, x)
+    address = x.data_ptr()
+    given = (3, 2, 1, 7, "function", "metadata", None, None, None, address, address, 8, 0.5, 4, True)
+    assert program.ran[-1] == ("direct", given)
+    mine(x, late)
+    mine(late, x)
+    assert [ran[0] for ran in program.ran[-2:]] == ["compiled", "again"]
+    mine(x, x)
+    assert program.ran[-1] == ("direct", given) and not told
+    monkeypatch.setattr(Direct, "broken", True)
+    for _ in range(2):
+        mine(x, x)
+        assert program.ran[-1][0] == "again" and program.ran[-1][2][2:] == (8, 0.5, 4, True)
+    assert told == ["Triton starts kernels slower than it could: TypeError: other arguments"]
+    elsewhere = launch.Launch(program, (0, 2), (8, 0.5), FAST=True, SIZE=4)
+    count = len(program.ran)
+    elsewhere(x, x)
+    assert len(program.ran) == count, "an empty grid"
 
 
 def test_nothing_runs_on_an_empty_grid_and_what_has_defaults_is_not_remembered() -> None:

@@ -79,13 +79,12 @@ class _Narrow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, a: Tensor) -> Tensor:
         ctx.save_for_backward(x, a)
-        return low_rank.narrow_product(x.reshape(-1, x.shape[-1]), a.t()).view(*x.shape[:-1], -1)
+        return low_rank.narrow_product(x, a.t())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, a = ctx.saved_tensors
-        grad = grad.reshape(-1, grad.shape[-1])
-        x_grad = low_rank.add_narrow(None, grad, a, x.dtype).view(x.shape) if ctx.needs_input_grad[0] else None
-        a_grad = low_rank.transposed_product(grad, x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None
+        x_grad = low_rank.add_narrow(None, grad, a, x.dtype) if ctx.needs_input_grad[0] else None
+        a_grad = low_rank.transposed_product(grad, x) if ctx.needs_input_grad[1] else None
         return x_grad, a_grad

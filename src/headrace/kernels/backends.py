@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from types import ModuleType
@@ -32,7 +33,8 @@ def call(kernel: str, device: torch.device, *arguments: Any) -> Any:
 
 def backend_name(device: torch.device | str) -> str:
     """ "numba", "triton" or "reference": what computes on `device`."""
-    return _backend(torch.device(device).type).__name__.rsplit(".", 1)[1]
+    device_type = device.type if isinstance(device, torch.device) else device.partition(":")[0]
+    return _backend(device_type).__name__.rsplit(".", 1)[1]
 
 
 def fallback_reason(device: torch.device | str = "cpu") -> str | None:
@@ -54,10 +56,15 @@ def _backend(device_type: str) -> ModuleType:
         _reasons.setdefault(device_type, f"plain torch computes on {device_type}: no kernels exist for it")
     if name is not None and not reference_wanted() and device_type not in _unusable:
         try:
-            return importlib.import_module(f"headrace.kernels.{name}")
+            return _module(name)
         except Exception as error:  # a broken installation raises more than ImportError
             _disable(device_type, f"{name} cannot be imported: {type(error).__name__}: {error}")
-    return importlib.import_module("headrace.kernels.reference")
+    return _module("reference")
+
+
+@functools.cache
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"headrace.kernels.{name}")
 
 
 def _disable(device_type: str, reason: str) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from headrace.kernels.backends import BackendUnavailable, backend_name, note_fallback
 from headrace.kernels.reference import low_rank
 
-__all__ = ["MOST_COLUMNS", "add_narrow", "check", "narrow_product", "transposed_product"]
+__all__ = ["MOST_COLUMNS", "adapter_grads", "add_narrow", "check", "narrow_product", "transposed_product"]
 
 MOST_COLUMNS = 128
 """Columns of a narrow matrix up to which triton computes: beyond it torch's own products are as good."""
@@ -30,34 +30,48 @@ _unusable: list[str] = []  # why Triton cannot run these here
 
 
 def narrow_product(
-    wide: Tensor,  # (m, k), any float
+    wide: Tensor,  # (..., k), any float
     matrix: Tensor,  # (k, r) fp32, any strides
     scale: float = 1.0,
 ) -> Tensor:
-    """scale * wide @ matrix: (m, r) fp32."""
+    """scale * wide @ matrix: (..., r) fp32."""
     result: Tensor = _call("narrow_product", wide, matrix.shape[1], wide, matrix, scale)
     return result
 
 
 def add_narrow(
-    base: Tensor | None,  # (m, n), any float; None: zeros
-    narrow: Tensor,  # (m, r) fp32
+    base: Tensor | None,  # (..., n), any float; None: zeros
+    narrow: Tensor,  # (..., r) fp32
     matrix: Tensor,  # (r, n) fp32, any strides
     dtype: torch.dtype,
     scale: float = 1.0,
 ) -> Tensor:
-    """base + scale * narrow @ matrix: (m, n) in `dtype`, rounded once."""
+    """base + scale * narrow @ matrix: (..., n) in `dtype`, rounded once."""
     result: Tensor = _call("add_narrow", narrow, matrix.shape[0], base, narrow, matrix, dtype, scale)
     return result
 
 
 def transposed_product(
-    left: Tensor,  # (m, p), any float
-    right: Tensor,  # (m, q), any float; one of the two is narrow
+    left: Tensor,  # (..., p), any float
+    right: Tensor,  # (..., q), any float; one of the two is narrow
     scale: float = 1.0,
 ) -> Tensor:
-    """(scale * left)^T @ right: (p, q) fp32, in the same order of additions each time."""
-    result: Tensor = _call("transposed_product", left, min(left.shape[1], right.shape[1]), left, right, scale)
+    """(scale * left)^T @ right over all rows: (p, q) fp32, in the same order of additions each time."""
+    result: Tensor = _call("transposed_product", left, min(left.shape[-1], right.shape[-1]), left, right, scale)
+    return result
+
+
+def adapter_grads(
+    x: Tensor,  # (..., k), any float
+    x_narrow: Tensor,  # (..., r) fp32
+    grad: Tensor,  # (..., n), any float
+    grad_narrow: Tensor,  # (..., r) fp32
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """(grad_narrow^T @ x: (r, k) fp32, (scale * grad)^T @ x_narrow: (n, r) fp32), as `transposed_product` has them."""
+    result: tuple[Tensor, Tensor] = _call(
+        "adapter_grads", x_narrow, x_narrow.shape[-1], x, x_narrow, grad, grad_narrow, scale
+    )
     return result
 
 
@@ -73,17 +87,20 @@ def check(device: torch.device, k: int, n: int, r: int, dtype: torch.dtype) -> s
     draw = torch.Generator(device).manual_seed(0)
     x, g = (torch.randn(CHECKED_ROWS, size, generator=draw, device=device, dtype=dtype) for size in (k, n))
     a, b = (torch.randn(shape, generator=draw, device=device) for shape in ((r, k), (n, r)))
-    y = narrow_product(x, a.t(), 0.5)
+    y, z = narrow_product(x, a.t(), 0.5), narrow_product(g, b)
+    a_grad, b_grad = adapter_grads(x, y, g, z, 0.5)
     some, few = slice(None, None, 37), slice(None, ADDED_ROWS)
     pairs = {
         "narrow_product": (y[some], 0.5 * (x[some].double() @ a.double().t())),
-        "narrow_product of a gradient": (narrow_product(g, b)[some], g[some].double() @ b.double()),
+        "narrow_product of a gradient": (z[some], g[some].double() @ b.double()),
         "add_narrow": (
             add_narrow(g[few], y[few], b.t(), torch.float32, 0.5),
             g[few].double() + 0.5 * (y[few].double() @ b.double().t()),
         ),
         "transposed_product": (transposed_product(g, y, 0.5)[some], 0.5 * (g[:, some].double().t() @ y.double())),
         "transposed_product, narrow first": (transposed_product(y, x)[:, some], y.double().t() @ x[:, some].double()),
+        "gradient of a": (a_grad[:, some], z.double().t() @ x[:, some].double()),
+        "gradient of b": (b_grad[some], 0.5 * (g[:, some].double().t() @ y.double())),
     }
     for name, (found, expected) in pairs.items():
         error = float((found - expected).norm() / expected.norm())
@@ -101,8 +118,13 @@ def _triton_computes(device: torch.device, columns: int) -> bool:
 def _call(kernel: str, tensor: Tensor, columns: int, *arguments: Any) -> Any:
     if tensor.numel() and _triton_computes(tensor.device, columns):
         try:
-            return getattr(importlib.import_module("headrace.kernels.triton.low_rank"), kernel)(*arguments)
+            return getattr(_triton(), kernel)(*arguments)
         except BackendUnavailable as error:
             _unusable.append(str(error))
             note_fallback("cuda", f"plain torch computes what adapters add: {error}")
     return getattr(low_rank, kernel)(*arguments)
+
+
+@functools.cache
+def _triton() -> Any:
+    return importlib.import_module("headrace.kernels.triton.low_rank")

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.model.containers import leaves
+from headrace.model.lora import decompositions
 from headrace.model.surroundings import RandomState
 
 Forward = Callable[..., Any]
@@ -194,6 +195,7 @@ def lower(
 ) -> Any:  # fmt: skip
     """Inductor; `around` is given each compiled forward that has a backward, with its graph, and wraps it."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
 
     def compile(part: torch.fx.GraphModule, examples: Sequence[Any], **options: Any) -> Any:
         training = not options.get("is_backward") and not options.get("is_inference")
@@ -203,4 +205,5 @@ def lower(
         compiled: Any = compile_fx_inner(part, examples, **options)
         return around(compiled, part)
 
-    return compile_fx(graph, list(inputs), inner_compile=compile)
+    smaller = {**select_decomp_table(), **decompositions()}
+    return compile_fx(graph, list(inputs), inner_compile=compile, decompositions=smaller)

@@ -5,8 +5,11 @@ scale * (x A^T) B^T to what the base layer gives, computed in fp32 and rounded o
 x A^T again (https://arxiv.org/abs/2106.09685). The base layer runs as it is, outside of it: nothing here holds its
 weight. Under autocast peft's copy would be cast back at once, and is left out.
 
-[Note: Compiled blocks] The operator is opaque to torch.compile. Written as plain products, its backward would be merged
-with the forward that is recomputed beside it: the copies in fp32 would be made once, and live as long as without it.
+[Note: Compiled blocks] Written as plain products, the operator's backward would be merged with the forward that is
+recomputed beside it: copies in fp32 would be made once, and live as long as without it. So graphs hold operators too.
+These are the parts of it (`decompositions`), since one thing may be merged: x A^T, which is narrow. The recompute makes
+it, also where nothing but the backward reads it. The parts have no formula for autograd, whose dispatch would take the
+host as long as their kernels.
 """
 
 from __future__ import annotations
@@ -24,45 +27,77 @@ from headrace.kernels import low_rank
 from headrace.model.own_hooks import is_hooked
 
 
+def _narrow(x: Tensor, a: Tensor) -> Tensor:
+    """x (..., k) @ a (r, k)^T: (..., r) fp32."""
+    return low_rank.narrow_product(x, a.t())
+
+
+def _widen(base: Tensor, narrow: Tensor, b: Tensor, scale: float) -> Tensor:
+    """base (..., n) + scale * narrow (..., r) @ b (n, r)^T, in the format of `base`."""
+    return low_rank.add_narrow(base, narrow, b.t(), base.dtype, scale)
+
+
+def _grads(
+    grad: Tensor, x: Tensor, narrow: Tensor, a: Tensor, b: Tensor, scale: float, wanted: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x (in its format; empty unless `wanted`), a and b; `narrow` is x a^T."""
+    grad_narrow = low_rank.narrow_product(grad, b, scale)
+    a_grad, b_grad = low_rank.adapter_grads(x, narrow, grad, grad_narrow, scale)
+    x_grad = low_rank.add_narrow(None, grad_narrow, a, x.dtype) if wanted else x.new_empty(0)
+    return x_grad, a_grad, b_grad
+
+
 def _add(base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """base (..., n) + scale * (x (..., k) @ a (r, k)^T) @ b (n, r)^T, in the format of `base`; a and b fp32."""
-    narrow = low_rank.narrow_product(x.reshape(-1, x.shape[-1]), a.t())
-    return low_rank.add_narrow(base.reshape(-1, base.shape[-1]), narrow, b.t(), base.dtype, scale).view(base.shape)
+    return _widen(base, _narrow(x, a), b, scale)
 
 
 def _add_backward(
     grad: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, wanted: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x (in its format; empty unless `wanted`), a and b."""
-    rows, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-    narrow_grad = low_rank.narrow_product(rows, b, scale)
-    b_grad = low_rank.transposed_product(rows, low_rank.narrow_product(inputs, a.t()), scale)
-    a_grad = low_rank.transposed_product(narrow_grad, inputs)
-    if not wanted:
-        return x.new_empty(0), a_grad, b_grad
-    return low_rank.add_narrow(None, narrow_grad, a, x.dtype).view(x.shape), a_grad, b_grad
+    return _grads(grad, x, _narrow(x, a), a, b, scale, wanted)
+
+
+SCHEMAS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "lora_add": ("(Tensor base, Tensor x, Tensor a, Tensor b, float scale) -> Tensor", _add),
+    "lora_add_backward": (
+        "(Tensor grad, Tensor x, Tensor a, Tensor b, float scale, bool wanted) -> (Tensor, Tensor, Tensor)",
+        _add_backward,
+    ),
+    "lora_narrow": ("(Tensor x, Tensor a) -> Tensor", _narrow),
+    "lora_widen": ("(Tensor base, Tensor narrow, Tensor b, float scale) -> Tensor", _widen),
+    "lora_grads": (
+        "(Tensor grad, Tensor x, Tensor narrow, Tensor a, Tensor b, float scale, bool wanted)"
+        " -> (Tensor, Tensor, Tensor)",
+        _grads,
+    ),
+}
+"""Operators in torch's library `headrace`: the first two are what a layer calls, the others the parts of these."""
 
 
 @functools.cache
 def operators() -> Any:
-    """The operators lora_add and lora_add_backward, as torch knows them from now on."""
+    """The operators of SCHEMAS, as torch knows them from now on."""
     library = torch.library
-    library.define("headrace::lora_add", "(Tensor base, Tensor x, Tensor a, Tensor b, float scale) -> Tensor")
-    signature = "(Tensor grad, Tensor x, Tensor a, Tensor b, float scale, bool wanted) -> (Tensor, Tensor, Tensor)"
-    library.define("headrace::lora_add_backward", signature)
-    library.impl("headrace::lora_add", ("cpu", "cuda"), _add)
-    library.impl("headrace::lora_add_backward", ("cpu", "cuda"), _add_backward)
+    for name, (schema, compute) in SCHEMAS.items():
+        library.define(f"headrace::{name}", schema)
+        library.impl(f"headrace::{name}", ("cpu", "cuda"), compute)
 
-    def shape(base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    def like_base(base: Tensor, *others: Any) -> Tensor:
         return base.new_empty(base.shape)
 
-    def shapes(
-        grad: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, wanted: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def like_narrow(x: Tensor, a: Tensor) -> Tensor:
+        return a.new_empty((*x.shape[:-1], a.shape[0]))
+
+    def shapes(x: Tensor, a: Tensor, b: Tensor, wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
         return x.new_empty(x.shape if wanted else 0), a.new_empty(a.shape), b.new_empty(b.shape)
 
-    library.register_fake("headrace::lora_add", shape)
-    library.register_fake("headrace::lora_add_backward", shapes)
+    library.register_fake("headrace::lora_add", like_base)
+    library.register_fake("headrace::lora_widen", like_base)
+    library.register_fake("headrace::lora_narrow", like_narrow)
+    library.register_fake("headrace::lora_add_backward", lambda grad, x, a, b, scale, wanted: shapes(x, a, b, wanted))
+    library.register_fake("headrace::lora_grads", lambda grad, x, narrow, a, b, scale, wanted: shapes(x, a, b, wanted))
 
     def save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor, float], output: Tensor) -> None:
         _, x, a, b, ctx.scale = inputs
@@ -75,6 +110,17 @@ def operators() -> Any:
 
     library.register_autograd("headrace::lora_add", backward, setup_context=save)
     return torch.ops.headrace
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """How graphs below autograd write the operator and its backward, for blocks that are compiled."""
+    ops = operators()
+    return {
+        ops.lora_add.default: lambda base, x, a, b, scale: ops.lora_widen(base, ops.lora_narrow(x, a), b, scale),
+        ops.lora_add_backward.default: lambda grad, x, a, b, scale, wanted: ops.lora_grads(
+            grad, x, ops.lora_narrow(x, a), a, b, scale, wanted
+        ),
+    }
 
 
 def fuse(blocks: Iterable[nn.Module], device: torch.device, events: EventLog, undo: list[Callable[[], None]]) -> None:

@@ -8,12 +8,12 @@ from torch import Tensor
 
 def narrow_product(wide: Tensor, matrix: Tensor, scale: float) -> Tensor:
     """See `headrace.kernels.low_rank.narrow_product`."""
-    return _scaled(wide, scale) @ matrix
+    return (_scaled(_rows(wide), scale) @ matrix).view(*wide.shape[:-1], -1)
 
 
 def add_narrow(base: Tensor | None, narrow: Tensor, matrix: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     """See `headrace.kernels.low_rank.add_narrow`."""
-    product = narrow @ matrix
+    product = (_rows(narrow) @ matrix).view(*narrow.shape[:-1], -1)
     if scale != 1.0:
         product.mul_(scale)
     return (product if base is None else product.add_(base)).to(dtype)
@@ -21,7 +21,18 @@ def add_narrow(base: Tensor | None, narrow: Tensor, matrix: Tensor, dtype: torch
 
 def transposed_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
     """See `headrace.kernels.low_rank.transposed_product`."""
-    return _scaled(left, scale).t() @ right.float()
+    return _scaled(_rows(left), scale).t() @ _rows(right).float()
+
+
+def adapter_grads(
+    x: Tensor, x_narrow: Tensor, grad: Tensor, grad_narrow: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """See `headrace.kernels.low_rank.adapter_grads`."""
+    return transposed_product(grad_narrow, x, 1.0), transposed_product(grad, x_narrow, scale)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
 
 
 def _scaled(wide: Tensor, scale: float) -> Tensor:
