@@ -6,6 +6,7 @@ On the CPU pages are copied out and back as on a GPU, without streams; tests/gpu
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -238,7 +239,7 @@ def test_options_say_what_stays() -> None:
     assert paging.sent_bytes == paging.host_bytes == 0
 
 
-def test_what_it_refuses() -> None:
+def test_what_it_refuses(tmp_path: Path) -> None:
     model = toy()
     for keep_last in (-1, 4, "2", True):
         with pytest.raises(OptionError, match="leaves no block to page"):
@@ -250,6 +251,9 @@ def test_what_it_refuses() -> None:
     paging = paged(model)
     with paging, pytest.raises(StepError, match="entered twice"), paging:
         pass
-    wrapped, _ = headrace.wrap(toy(), device="cpu")
-    with headrace.session(wrapped), pytest.raises(StepError, match="streams"):
+    wrapped, _ = headrace.wrap(toy(), device="cpu", activations="host")
+    with headrace.session(wrapped), pytest.raises(StepError, match=r"streams.* activations='host'"):
         headrace.offload_activations(wrapped)
+    llama(2).save_pretrained(tmp_path)
+    with pytest.raises(StepError, match=r"not in memory.* from_pretrained"):
+        headrace.offload_activations(headrace.load_model(tmp_path))

@@ -37,6 +37,17 @@ def test_evaluation_between_steps_changes_nothing(tmp_path: Path) -> None:
     assert ours.session.steps == 5
 
 
+def test_an_evaluation_without_training_has_the_metrics_of_the_plain_trainer(tmp_path: Path) -> None:
+    made = [trainer(cls, llama(2), tmp_path, max_steps=1, parts={"eval_dataset": rows(3)})
+            for cls in (transformers.Trainer, HeadraceTrainer)]  # fmt: skip
+    first, second = ([each.evaluate().keys() for each in made] for _ in range(2))
+    assert first[0] == first[1] and "eval_model_preparation_time" in first[1]
+    assert second[0] == second[1]
+    for each in made:
+        each.train()
+    assert made[0].evaluate().keys() == made[1].evaluate().keys()
+
+
 def test_loss_only_evaluation_builds_no_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Report 88."""
 

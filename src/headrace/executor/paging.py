@@ -49,11 +49,17 @@ def offload_activations(
     The pool of host memory belongs to the returned object and is used again in every step. On the CPU activations move
     from memory to memory, which saves nothing. Raises OptionError, and StepError for a model that Headrace streams.
     """
-    if getattr(model, "_headrace_session", None) is not None or any(is_parked(p) for p in model.parameters()):
+    if getattr(model, "_headrace_session", None) is not None:
         raise StepError(
             "offload_activations was given a model that Headrace streams",
-            "its blocks are recomputed from saved inputs, which wait in host memory already",
-            "Use headrace.wrap alone; placement={'inputs': 'host'} sends saved inputs there on any device",
+            "its session decides what becomes of activations: kept, recomputed, or from inputs in host memory",
+            "Use headrace.wrap alone; activations='host' sends inputs there",
+        )
+    if any(is_parked(parameter) for parameter in model.parameters()):
+        raise StepError(
+            "offload_activations was given a model that is not in memory",
+            "headrace.load_model leaves weights in their files, and only headrace.wrap trains them from there",
+            "Load the model with from_pretrained, or wrap it with activations='host' instead",
         )
     found = [block for stack in find_blocks(model, blocks) for block in stack.blocks]
     if type(keep_last) is not int or not 0 <= keep_last < len(found):

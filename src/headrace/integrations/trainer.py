@@ -8,6 +8,7 @@ wrapped when it is first needed, by `train` or by an evaluation, so adapters, to
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,7 +136,11 @@ class StreamedTraining(_Base):
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Called before training and before an evaluation, when the optimizer is known."""
-        return self._open()
+        begun, opens = time.perf_counter(), _session_of(self.model) is None
+        opened = self._open()
+        if opens and not training:  # an evaluation without training logs what preparing the model took
+            self.model_preparation_time = round(time.perf_counter() - begun, 4)
+        return opened
 
     def _open(self) -> nn.Module:
         """The model, wrapped."""
