@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ import torch
 from torch import nn
 
 import headrace
+from headrace.executor.actions import Actions
+from headrace.executor.executor import Walk
 from headrace.executor.lanes import ThreadLane
 
 
@@ -46,6 +50,73 @@ def test_ctrl_c_between_two_ops_waits_for_the_rest(monkeypatch: pytest.MonkeyPat
             other.zero_grad()
         for name, parameter in plain.named_parameters():
             torch.testing.assert_close(session.read_weight(name), parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("place", ["forward", "backward", "given up"])
+def test_ctrl_c_in_the_middle_of_a_pass(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """While its ops are queued, or while the rest of it is given up: the next pass finds the lanes free, and trains."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+    plain, x = copy.deepcopy(model), torch.randn(3, 8)
+    tiers = {"weights": "host", "state": "host"}
+    model, optimizer = headrace.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), device="cpu", placement=tiers)
+    with headrace.session(model) as session:
+        loss = model(x).square().sum() if place == "backward" else None
+        owner, name = (Walk, "abandon") if place == "given up" else (ThreadLane, "submit")
+        original, count = getattr(owner, name), 0
+
+        def interrupted(*given: Any) -> None:
+            nonlocal count
+            count += 1
+            if count == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+            original(*given)
+
+        def begin() -> None:
+            if loss is not None:
+                loss.backward()
+            else:
+                model[0](x)  # the others are on their way
+                session._stream.abandon()
+
+        monkeypatch.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            begin()
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+        plain(x).square().sum().backward()
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(session.read_weight(name), parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_ctrl_c_while_updates_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits again waits for what was still under way."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(3, 8)
+    tiers = {"weights": "host", "state": "host"}
+    model, optimizer = headrace.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), device="cpu", placement=tiers)
+    with headrace.session(model) as session:
+        original, goes_on, made = Actions._settle, threading.Event(), list[int]()
+
+        def slow(self: Actions, op: Any, notes: Any) -> Any:
+            if made:  # the last one
+                goes_on.wait(20)
+                time.sleep(0.1)
+            made.append(op.unit)
+            return original(self, op, notes)
+
+        monkeypatch.setattr(Actions, "_settle", slow)
+        model(x).square().sum().backward()
+        optimizer.step()
+        drain = threading.Timer(0.2, lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(0.2), goes_on.set()))
+        drain.start()
+        with pytest.raises(KeyboardInterrupt):
+            session.wait()
+        session.wait()
+        assert len(made) == 2 and not session._executor._unwatched
 
 
 def test_a_weight_that_its_own_forward_changes_is_updated_from_what_it_became() -> None:

@@ -285,48 +285,6 @@ def test_host_memory_that_is_short_is_told(monkeypatch: pytest.MonkeyPatch) -> N
         assert any(event.kind == "out of memory" for event in headrace.session(ours).events)
 
 
-@pytest.mark.parametrize("cached", [True, False])
-def test_an_evaluation_that_runs_out_goes_on(monkeypatch: pytest.MonkeyPatch, cached: bool) -> None:
-    """Between two steps, with or without a key-value cache that the failed call has filled already: the same logits,
-    and the training's bits are those of a run without it."""
-    plain, found, ids = llama(4), [], batch(6, 9, seed=5, vocabulary=257)
-    for short in (False, True):
-        with streamed(plain, adamw, placement="auto") as (ours, optimizer):
-            steps(ours, optimizer, [2])
-            if short:
-                failing = Short(ours, monkeypatch, 50_000, 150_000, "forward")
-            with torch.no_grad():
-                out = ours.eval()(input_ids=ids, use_cache=cached)
-                if cached:
-                    assert [layer.keys.shape[-2] for layer in out.past_key_values.layers] == [9] * 4
-            if short:
-                assert failing.failures and moved(ours)
-                failing.on = False
-            steps(ours.train(), optimizer, [3])
-            found.append((out.logits.clone(), everything(ours)))
-    assert torch.equal(found[0][0], found[1][0])
-    assert_same(found[1][1], found[0][1])
-
-
-def test_an_evaluation_passes_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing can leave the device. Training keeps its rows; a cache cannot be divided, which is said."""
-    plain, ids = llama(3), batch(7, 9, seed=5, vocabulary=257)
-    with streamed(plain, adamw) as (ours, optimizer), torch.no_grad():
-        ours.eval()
-        failing = Short(ours, monkeypatch, 50_000, 150_000, "forward")
-        for number in range(2):
-            ours_logits = ours(input_ids=ids, use_cache=False).logits
-            assert_close({"logits": ours_logits}, {"logits": plain(input_ids=ids, use_cache=False).logits}, 1e-5)
-            assert failing.failures == 2 or number == 0  # not again in the second
-        with pytest.raises(torch.OutOfMemoryError, match="use_cache=False"):
-            ours(input_ids=ids, use_cache=True)
-        session = headrace.session(ours)
-        told = [str(event) for event in session.events if event.kind == "out of memory"]
-        assert "3 rows pass a block at a time, not 7" in told[0] and session._stream.rows is None
-        with torch.enable_grad():
-            steps(ours.train(), optimizer, [3])
-
-
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_kept_activations_are_recomputed(monkeypatch: pytest.MonkeyPatch, when: str, micro_batches: int) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+import headrace
 from against_plain import llama
+from headrace.executor.moving import Moving
 from headrace.plan import search
+from headrace.plan.moves import moves_out
 from headrace.plan.updates import place_logs
-from parity.test_guesses import STEPS, assert_same, guesses, trained
+from headrace.store.regions import Regions
+from parity.test_guesses import STEPS, assert_same, guesses, plain_step, spike, trained
 
 __all__ = ["guesses"]  # a fixture
 
@@ -41,3 +46,31 @@ def test_bits_of_waiting(
         assert_same(found, expected)
         assert guesses["made"] == guesses["kept"] + guesses["undone"]
         assert name == "always clipped" or guesses["made"]
+
+
+def test_a_larger_block_leaves_the_device_and_is_guessed(
+    guesses: dict[str, int], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Places of logs and the stages before them grow."""
+    monkeypatch.setattr(search, "place_logs", elsewhere)
+    monkeypatch.setattr(Regions, "movable", _movable)
+    plain = llama(4)
+    wide = copy.deepcopy(plain.config)
+    wide.intermediate_size = 500
+    plain.model.layers[3].mlp = type(plain.model.layers[0].mlp)(wide)
+    tiers = {tier: {"*": "host", 3: "device"} for tier in ("weights", "state")}
+    options = {"placement": tiers, "max_grad_norm": 1e9, "accumulation": 1}
+
+    def step(model: Any, optimizer: torch.optim.Optimizer, number: int, device: str) -> None:
+        if number == 3:
+            stream = headrace.session(model)._stream
+            Moving(stream)._move(next(moves_out(stream.spec, stream.placement)))
+        (spike if number == 4 else plain_step)(model, optimizer, number, device)
+
+    expected = trained(plain, step, 0.0, "cpu", monkeypatch, **options)
+    assert_same(trained(plain, step, 100.0, "cpu", monkeypatch, **options), expected)
+    assert guesses["made"] >= 3 * 3
+
+
+def _movable(self: Regions, unit: Any) -> bool:
+    return unit.kind == "block" and self.placement.weights[unit.index] == "device"

@@ -22,7 +22,6 @@ from headrace.kernels import ops
 from headrace.optim.ledger import Arrival, Ledger, Verdict
 from headrace.optim.rules import Call, Hyper, Rule
 from headrace.schedule.op import Op
-from headrace.spec.footprint import LOG_STAGES
 from headrace.spec.model import REST, Unit
 from headrace.spec.placement import DEVICE
 from headrace.store.regions import DTYPES, Regions, typed
@@ -75,10 +74,7 @@ class Actions:
         self.on_device = DeviceUpdates(self.regions)
         self.rows = RowGradients(self.regions, self.ledger, self._note_sent)
         self.previews = Previews(tile for matrix in self.regions.spec.matrices for tile in matrix.tiles)
-        stages = [
-            self.regions.places[f"w{number}"] for number in range(LOG_STAGES) if self.regions.placement.device_logs
-        ]
-        self.log_stages = LogStages(stages, self.regions.device)
+        self.log_stages = LogStages(self.regions)
 
     def __call__(self, op: Op, notes: Notes) -> torch.cuda.Event | None:
         """Run an op. Returns the event of its end when that is not on the current stream."""

@@ -28,7 +28,7 @@ class Completion:
     def fail(self, error: BaseException) -> None:
         if not self._done.is_set():
             self._error = error
-            self._done.set()
+        self._done.set()  # again: Ctrl-C may have come between its flag and its waiters
 
     @property
     def done(self) -> bool:

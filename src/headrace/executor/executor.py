@@ -145,6 +145,8 @@ class Executor:
                 pass
             except BaseException as caught:
                 error = error or caught
+        with self._lock:
+            self._unwatched += [done for done in waiting if not done.done]  # an interrupt has ended the wait for it
         if error is not None:
             raise error
 
@@ -159,10 +161,11 @@ class Executor:
 
     def recover(self) -> None:
         """Wait for all work under way, whatever becomes of it, and forget what failed: nothing waits for that again."""
-        for done in [*self._tokens.values(), *self._unwatched]:
-            with contextlib.suppress(BaseException):
-                done.wait()
-        self.forget_errors()
+        with uninterrupted():
+            for done in [*self._tokens.values(), *self._unwatched]:
+                with contextlib.suppress(BaseException):
+                    done.wait()
+            self.forget_errors()
 
     def check(self) -> None:
         """Raise the error of host work that has failed meanwhile; forget what is done."""
@@ -252,7 +255,10 @@ class Walk:
 
     def leave(self) -> None:
         """The compute op that was reached has been issued; free what it was the last to use."""
-        op = self._visits[self.position]
+        with uninterrupted():
+            self._leave(self._visits[self.position])
+
+    def _leave(self, op: Op) -> None:
         if self._marks is not None:
             self._marks[op.index].end(self._executor.stream())
         self.done[op.index].finish(self._executor.record())

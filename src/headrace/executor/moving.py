@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from headrace.base.units import format_bytes
+from headrace.executor.interrupts import uninterrupted
 from headrace.executor.stream import Stream
 from headrace.plan.moves import moves_out
 from headrace.plan.summary import counted
@@ -84,8 +85,9 @@ class Moving:
             torch.cuda.synchronize(device)
         if after.device_logs < stream.placement.device_logs:
             stream.actions.guesses.undo_distant()
-        move(stream.regions, after)
         sparse = stream.actions.ledger.sparse
-        for unit in sparse:
-            if after.state[unit] != DEVICE:
-                sparse[unit] = sparse[unit].cpu()
+        with uninterrupted():  # half of them would be nowhere
+            move(stream.regions, after)
+            for unit in sparse:
+                if after.state[unit] != DEVICE:
+                    sparse[unit] = sparse[unit].cpu()

@@ -23,6 +23,7 @@ from headrace.executor.actions import Actions
 from headrace.executor.executor import Executor, Walk
 from headrace.executor.gradient_places import make_places
 from headrace.executor.inputs import InputStore, SavedInput
+from headrace.executor.interrupts import uninterrupted
 from headrace.executor.passes import Pass, Saved, ShiftedInputs, frozen
 from headrace.executor.root import Roots
 from headrace.executor.sink import Sink
@@ -247,8 +248,9 @@ class Stream:
         return self._start(build.forward(self.spec, self.placement, visits, self.slots), visits, len(current.visits))
 
     def _start(self, program: Program, visits: list[Visit], offset: int) -> Walk:
-        self._route = visits
-        self._walk = self.executor.start(program, {"inputs": ShiftedInputs(self.current.inputs, offset)})
+        with uninterrupted():  # a walk that nobody knows would keep its lanes for ever
+            self._route = visits
+            self._walk = self.executor.start(program, {"inputs": ShiftedInputs(self.current.inputs, offset)})
         return self._walk
 
     def _depart(self, current: Pass, unit: int, kind: str) -> None:
@@ -329,7 +331,8 @@ class Stream:
         program = build.backward(spec, self.placement, visits, self.slots, frozenset(self.held), early, guessed)
         self._updated |= {op.unit for op in program.ops if op.verb == "UPDATE" and op.region == "state"}
         notes = {"inputs": pass_.inputs, **(self._early_notes or guess)}
-        self._walk = self.executor.start(program, notes)
+        with uninterrupted():
+            self._walk = self.executor.start(program, notes)
         return self._walk
 
     def note(self, number: int, value: Any) -> None:
@@ -375,10 +378,11 @@ class Stream:
 
     def _abandon_walk(self) -> None:
         assert self._walk is not None
-        walk, self._walk = self._walk, None
-        walk.abandon()
-        self._updated -= {op.unit for op in walk.program.ops if op.verb == "UPDATE" and walk.done[op.index].error}
-        self.slots = (None,) * self.placement.slots
+        with uninterrupted():
+            walk, self._walk = self._walk, None
+            walk.abandon()
+            self._updated -= {op.unit for op in walk.program.ops if op.verb == "UPDATE" and walk.done[op.index].error}
+            self.slots = (None,) * self.placement.slots
 
     def settle(self) -> None:
         """Give up a backward that an error has ended, whose other ops will never run."""

@@ -20,7 +20,7 @@ from headrace.loss.lazy import LazyLogits
 from headrace.loss.tiled import HeadSpec, LowRank, reduce_losses
 from headrace.model.caches import cache_class, check_caches
 from headrace.model.calls import Call
-from headrace.model.containers import containers, write_back
+from headrace.model.containers import containers, transform, write_back
 from headrace.model.fitting import evaluated, fitted
 from headrace.model.own_hooks import Uncopied
 from headrace.model.parked import is_parked, whole_value
@@ -128,15 +128,17 @@ class TakenBlock(Taken):
         batch = context.run(current_batch)
 
         def by_rows() -> Any:
-            call = Call(args, kwargs, batch)
-            visit = BlockVisit(stream, block, [call])
-            visit.autocast, visit.keeps, visit.needs_grad = autocast, False, False
             before, stream.rows = stream.rows, stream.evaluated_rows or stream.rows
             try:
-                with stream.pointed(block, region, autocast):
-                    tensors = call.packed.tensors
-                    results = context.run(fitted, visit, tensors)
-                    visit.write_back(tensors, results)
+                # Tensors of inference mode have no versions, by which writes into arguments are noticed.
+                with torch.inference_mode(False), torch.no_grad(), stream.pointed(block, region, autocast):
+                    counted_args, counted_kwargs = transform((args, kwargs), _countable)
+                    call = Call(counted_args, counted_kwargs, batch)
+                    call.given = (args, kwargs)
+                    visit = BlockVisit(stream, block, [call])
+                    visit.autocast, visit.keeps, visit.needs_grad, visit.trains = autocast, False, False, False
+                    results = context.run(fitted, visit, call.packed.tensors)
+                visit.write_back(call.packed.tensors, results)
             finally:
                 stream.evaluated_rows, stream.rows = stream.rows, before
             return context.run(_finisher(call, tuple(results)))
@@ -172,6 +174,13 @@ def _whole(block: Block, tensor: Tensor) -> Tensor:
             "Pass weight.detach() when it needs no gradient there, or keep its module out of streaming",
         )
     return value
+
+
+def _countable(leaf: Any) -> Any:
+    """A tensor of inference mode as one, on the same memory, whose writes are counted."""
+    if not isinstance(leaf, Tensor) or not leaf.is_inference():
+        return leaf
+    return leaf.new_empty(0).set_(leaf.untyped_storage(), leaf.storage_offset(), leaf.shape, leaf.stride())
 
 
 def _finisher(call: Call, results: tuple[Tensor, ...]) -> Callable[[], Any]:

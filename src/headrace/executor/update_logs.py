@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from headrace.spec.footprint import LOG_STAGES
+from headrace.store.regions import Regions
 
 
 class Log(Protocol):
@@ -46,33 +48,35 @@ class HostLog:
 class LogStages:
     """Host memory that logs pass on their way to the device and back, on a stream of their own. One thread uses it."""
 
-    def __init__(self, places: Sequence[Tensor], device: torch.device) -> None:
-        self._places = places
+    def __init__(self, regions: Regions) -> None:
+        self._regions, device = regions, regions.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._ends: list[torch.cuda.Event | None] = [None] * len(places)
+        self._ends: list[torch.cuda.Event | None] = [None] * LOG_STAGES
         self._turn = 0
         self.to_device = 0
         """Bytes that went up since the session opened."""
 
     def take(self) -> int:
         """A stage that nothing passes any more."""
-        self._turn = (self._turn + 1) % len(self._places)
+        self._turn = (self._turn + 1) % LOG_STAGES
         self.wait(self._turn)
         return self._turn
 
-    def place(self, stage: int) -> Tensor:
-        return self._places[stage]
+    def place(self, stage: int, nbytes: int) -> Tensor:
+        """Its first bytes. Places may grow as units move."""
+        return self._regions.places[f"w{stage}"][:nbytes]
 
     def send(self, stage: int, target: Tensor) -> None:
-        self._copy(target, self._places[stage], stage)
+        self._copy(target, self.place(stage, target.nbytes), stage)
         self.to_device += target.nbytes
 
     def fetch(self, source: Tensor) -> Tensor:
         """Its bytes, until the stage is taken again."""
         stage = self.take()
-        self._copy(self._places[stage], source, stage)
+        place = self.place(stage, source.nbytes)
+        self._copy(place, source, stage)
         self.wait(stage)
-        return self._places[stage]
+        return place
 
     def wait(self, stage: int) -> None:
         event, self._ends[stage] = self._ends[stage], None
@@ -96,7 +100,7 @@ class DistantLog:
 
     def begin(self) -> Tensor:
         self._stage = self.stages.take()
-        return self.stages.place(self._stage)
+        return self.stages.place(self._stage, self.home.nbytes)
 
     def end(self) -> None:
         self.stages.send(self._stage, self.home)

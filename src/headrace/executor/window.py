@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from headrace.base.errors import StepError
+from headrace.executor.interrupts import uninterrupted
 from headrace.model.rows import wide_sum
 
 Joint = Callable[[list[Any]], list[Any]]
@@ -103,10 +104,11 @@ class Window:
                              name=f"headrace-micro-batch-{number}")
             for number in range(len(self._batches))
         ]  # fmt: skip
-        for thread in threads:
-            thread.start()
-        self._turns[0].release()
         try:
+            with uninterrupted():  # those that have begun would wait for their turn for ever
+                for thread in threads:
+                    thread.start()
+                self._turns[0].release()
             for thread in threads:
                 while thread.is_alive():
                     thread.join(0.5)  # returns often enough for Ctrl-C

@@ -50,27 +50,32 @@ class CacheMarks:
 
     def __init__(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         cache = cache_class()
-        waiting = [] if cache is None else [item for item in containers.leaves(given) if isinstance(item, cache)]
+        waiting: list[Any] = [] if cache is None else [x for x in containers.leaves(given) if isinstance(x, cache)]
         self.any = bool(waiting)
         """There are some."""
-        self._spaces: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._spaces: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._lists: list[tuple[list[Any], list[Any]]] = []
         self._versions: list[tuple[Tensor, int | None]] = []
         seen = set[int]()
         while waiting:
             part = waiting.pop()
-            if id(part) in seen or not hasattr(part, "__dict__"):
+            if id(part) in seen:
                 continue
             seen.add(id(part))
-            self._spaces.append((vars(part), dict(vars(part))))
-            for value in vars(part).values():
-                if isinstance(value, Tensor):
-                    self._versions.append((value, _version(value)))
-                elif isinstance(value, list):
-                    self._lists.append((value, list(value)))
-                    waiting += value
-                elif cache is not None and isinstance(value, cache):
-                    waiting.append(value)
+            if isinstance(part, Tensor):
+                self._versions.append((part, _version(part)))
+            elif isinstance(part, dict):
+                self._spaces.append((part, dict(part)))
+                waiting += part.values()
+            elif isinstance(part, list):
+                self._lists.append((part, list(part)))
+                waiting += part
+            elif isinstance(part, tuple):
+                waiting += part
+            elif hasattr(part, "__dict__"):
+                self._spaces.append((vars(part), dict(vars(part))))
+                holds = (Tensor, dict, list, tuple) if cache is None else (Tensor, dict, list, tuple, cache)
+                waiting += [value for value in vars(part).values() if isinstance(value, holds)]
 
     def restore(self) -> bool:
         """Let them hold it again. False where that cannot be, because tensors were written in place."""

@@ -82,7 +82,7 @@ class Marks:
 
     def __init__(self, keys: list[Key], found: list[Any]) -> None:
         self._keys, self._found = keys, found
-        self._versions = [value._version if isinstance(value, Tensor) else 0 for value in found]
+        self._versions = _counted(found)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Marks):
@@ -92,12 +92,23 @@ class Marks:
         ours, theirs = self._kept(), other._kept()
         return ours.keys() == theirs.keys() and all(_same(mark, theirs[key]) for key, mark in ours.items())
 
-    def _kept(self) -> dict[Key, tuple[Any, int]]:
+    def _kept(self) -> dict[Key, tuple[Any, Any]]:
         marks = zip(self._keys, self._found, self._versions, strict=True)
         return {key: (value, version) for key, value, version in marks if isinstance(value, _KEPT)}
 
 
-def _same(one: tuple[Any, int], other: tuple[Any, int]) -> bool:
+def _counted(found: list[Any]) -> list[Any]:
+    """Versions of tensors. Nobody counts those of tensors made in inference mode, which can be written there alone: of
+    these no two marks are equal."""
+    try:
+        return [value._version if isinstance(value, Tensor) else 0 for value in found]
+    except RuntimeError:
+        writable = torch.is_inference_mode_enabled()
+        return [0 if not isinstance(value, Tensor) else value._version if not value.is_inference()
+                else object() if writable else 0 for value in found]  # fmt: skip
+
+
+def _same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
     value, there = one[0], other[0]
     if isinstance(value, Tensor) or isinstance(there, Tensor):
         return value is there and one[1] == other[1]

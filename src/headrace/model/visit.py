@@ -125,6 +125,8 @@ class BlockVisit:
         """For each input the place at which its tensor comes first; several calls may be given the same one."""
         self.needs_grad = trained or any(tensor.requires_grad for tensor in inputs)
         """Its node will be part of a graph."""
+        self.trains = True
+        """The model was called with gradients on."""
         self.weights_wanted = True
         """Its weights get gradients from the backward under way."""
         self.draws = False
@@ -191,7 +193,7 @@ class BlockVisit:
         passing, block = not self.keeps, self.block
         hooks = passing_graph(block.takes_hooks) if passing else weights_as_handles(block.parameters)
         try:
-            with torch.enable_grad(), hooks:
+            with torch.set_grad_enabled(self.trains), hooks:
                 return self._guarded(call, leaves)
         except RuntimeError as error:
             if not (passing and block.takes_hooks and "saved tensor hooks" in str(error)):
