@@ -143,6 +143,18 @@ def test_broken_rows_skipped_when_asked(tmp_path: Path) -> None:
     assert "2 broken skipped" in str(counts)
 
 
+def test_files_of_a_folder_that_are_not_read_are_told(tmp_path: Path) -> None:
+    for name in ("a.csv", "sub/b.CSV", "c.json", ".hidden"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("[]")
+    write_jsonl(tmp_path / "rows.jsonl", [{"text": "a b"}])
+    _, counts = prepare([tmp_path], Encoder(word_tokenizer(), 64), Shape(sequence_length=16), tmp_path)
+    assert "1 files; " in str(counts) and "passed over in folders, unless named: 2 .csv, 1 .json; " in str(counts)
+    named = [tmp_path / "rows.jsonl"]
+    _, counts = prepare(named, Encoder(word_tokenizer(), 64), Shape(sequence_length=16), tmp_path)
+    assert "passed over" not in str(counts)
+
+
 def test_one_token_rows_are_removed_and_nothing_left_is_an_error(tmp_path: Path) -> None:
     """With the end token and no begin token, a text of no tokens is a row of one."""
     rows = [{"text": "</s>"}, {"text": "a"}]

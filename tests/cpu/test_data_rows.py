@@ -40,6 +40,10 @@ def test_missing_path_and_folder_without_data(tmp_path: Path) -> None:
         find_sources([tmp_path / "nothing.txt"])
     with pytest.raises(DataError, match="holds no data"):
         find_sources([tmp_path])
+    for name in ("a.csv", "b.csv", "LICENSE"):
+        (tmp_path / name).touch()
+    with pytest.raises(DataError, match=r"holds no data.*it holds 2 \.csv, 1 without an ending"):
+        find_sources([tmp_path])
 
 
 def test_order_and_repetition_of_named_files_are_kept(tmp_path: Path) -> None:

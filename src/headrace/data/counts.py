@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from headrace.data.broken import Broken
 from headrace.data.chat import TODAY
 from headrace.data.rows import Pair, Text
+from headrace.data.sources import by_ending
 from headrace.data.turns import Chat
 
 NAMED = 10
@@ -20,10 +22,12 @@ class Counts:
     `mapped`: conversations that came as ShareGPT; `apart`: turns in rows of their own, for the template rewrites them
     once others follow; `closed`: conversations that got an end token; `parted`: encoded in parts, for a token would
     have crossed a turn's border; `dated`: the template writes a date; `room`: tokens that fit into packed rows;
+    `passed_over`: files of folders that are not read, by their ending;
     `example`: the first row with tokens that are only read, the others between >>> and <<<.
     """
 
     files: int = 0
+    passed_over: Counter[str] = field(default_factory=Counter)
     rows: int = 0
     documents: int = 0
     pairs: int = 0
@@ -70,6 +74,8 @@ class Counts:
             (self.parted, "rows encoded in parts, because a token would cross the border of a turn"),
         ]  # fmt: skip
         parts = [f"{count} {name}" for count, name in kinds if count]
+        if self.passed_over:
+            parts.append(f"passed over in folders, unless named: {by_ending(self.passed_over)}")
         parts.append(
             f"{self.kept} rows kept ({self.cut} of them cut), {self.dropped} dropped as too long, "
             f"{self.unlabelled} without a token to train on removed, {self.broken} broken skipped"

@@ -55,7 +55,7 @@ def prepare(
     """
     counts = Counts()
     rows = _RowMaker(encoder, shape, TableWriter(folder), counts)
-    for group in _groups(find_sources(paths), counts):
+    for group in _groups(find_sources(paths, counts.passed_over), counts):
         # Once a row is refused, the rest is only read and checked, so that one message tells all.
         refused = counts.broken > 0 and shape.broken_rows == "refuse"
         for encoded in encoder.encode([row for row in group if isinstance(row, Chat)] if refused else group):

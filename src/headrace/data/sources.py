@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,8 +43,9 @@ class Source:
         return ":".join(part for part in (self.place, self.config, self.split) if part)
 
 
-def find_sources(paths: Sequence[str | Path]) -> list[Source]:
+def find_sources(paths: Sequence[str | Path], passed_over: Counter[str] | None = None) -> list[Source]:
     """Sources named by `paths`, in that order; folders are walked recursively, sorted, without hidden entries.
+    `passed_over` counts their other files by ending.
 
     A folder contributes files that end in .text, .txt, .md, .py, .jsonl, .ndjson, .parquet or .arrow; a file that
     is named itself may also be .csv or .tsv, and with any other ending it is read as text. A folder written by
@@ -57,10 +59,16 @@ def find_sources(paths: Sequence[str | Path]) -> list[Source]:
             sources.append(dataset)
             continue
         if path.is_dir():
-            found = [Source(str(file), KINDS[file.suffix.lower()], found=True) for file in _walk(path)]
+            files = [(file, file.suffix.lower()) for file in _walk(path)]
+            found = [Source(str(file), KINDS[end], found=True) for file, end in files if end in FOLDER_SUFFIXES]
+            others = Counter(end for _, end in files if end not in FOLDER_SUFFIXES)
+            if passed_over is not None:
+                passed_over.update(others)
             if not found:
+                there = f"; it holds {by_ending(others)}" if others else ""
                 raise DataError(
-                    f"the folder {path} holds no data", f"looked for files ending in {', '.join(FOLDER_SUFFIXES)}",
+                    f"the folder {path} holds no data",
+                    f"looked for files ending in {', '.join(FOLDER_SUFFIXES)}{there}",
                     "Name another folder, or name the files themselves",
                 )  # fmt: skip
             sources.extend(found)
@@ -78,6 +86,11 @@ def find_sources(paths: Sequence[str | Path]) -> list[Source]:
             )  # fmt: skip
         sources.append(Source(given, KINDS.get(suffix, "text")))
     return sources
+
+
+def by_ending(files: Counter[str]) -> str:
+    """Such as "2 .csv, 1 .png, 1 without an ending"."""
+    return ", ".join(f"{count} {ending or 'without an ending'}" for ending, count in files.most_common())
 
 
 def dataset_of(place: str) -> Source | None:
@@ -117,5 +130,5 @@ def _walk(folder: Path) -> Iterator[Path]:
     for name, folders, files in os.walk(folder):
         folders[:] = sorted(entry for entry in folders if not entry.startswith("."))
         for file in sorted(files):
-            if not file.startswith(".") and Path(file).suffix.lower() in FOLDER_SUFFIXES:
+            if not file.startswith("."):
                 yield Path(name) / file
