@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ import torch
 from torch import nn
 
 import headrace
+from against_plain import assert_close, assert_equal, batch, sgd, streamed, toy, toy_loss, weights
 from headrace.executor.actions import Actions
 from headrace.executor.executor import Walk
 from headrace.executor.lanes import ThreadLane
+from headrace.model.parked import leased
 
 
 def test_ctrl_c_between_two_ops_waits_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,6 +93,27 @@ def test_ctrl_c_in_the_middle_of_a_pass(monkeypatch: pytest.MonkeyPatch, place: 
         torch.optim.SGD(plain.parameters(), lr=0.1).step()
         for name, parameter in plain.named_parameters():
             torch.testing.assert_close(session.read_weight(name), parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_lease_that_fails_half_way_writes_into_no_store() -> None:
+    """As where the device has no memory to widen a weight: the others keep their values, and the next lease goes well."""
+    model = toy()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with streamed(model) as (ours, optimizer):
+        parameters = list(ours.blocks[1].parameters())
+
+        def views() -> Iterator[torch.Tensor]:
+            yield torch.zeros(parameters[0].shape)
+            raise torch.OutOfMemoryError
+
+        with pytest.raises(torch.OutOfMemoryError), leased(parameters, views()):  # type: ignore[arg-type]
+            pass
+        assert_equal(weights(ours), before)
+        toy_loss(ours, batch()).backward()
+        optimizer.step()
+        toy_loss(model, batch()).backward()
+        sgd(model).step()
+        assert_close(weights(ours), weights(model), 1e-5)
 
 
 def test_ctrl_c_while_updates_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

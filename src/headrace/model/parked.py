@@ -375,12 +375,14 @@ def leased(parameters: Sequence[nn.Parameter], views: Sequence[Tensor], widened:
             parameter.data = view.to(parameter.dtype) if widened else view
         yield
     finally:
-        for parameter in parameters:
+        # Of those that an error or Ctrl-C has kept from being reached `data` is still the store.
+        reached = [parameter for parameter in parameters if not is_parked(parameter)]
+        for parameter in reached:
             parameter.data = parameter._headrace_placeholder  # type: ignore[attr-defined]
         for parameter, gradient in shown:
             if parameter.grad is None:
                 parameter.grad = gradient
-        for parameter in parameters:
+        for parameter in reached:
             parameter.__class__ = Parked
 
 
