@@ -38,6 +38,7 @@ from made_specs import PAIRS
     [
         ({"windw": 3}, "unknown option 'windw' (nearest: 'window')"),
         ({"max_norm": 1.0}, "unknown option 'max_norm' (nearest: 'max_grad_norm')"),
+        ({"recompute": False}, "unknown option 'recompute' (nearest: 'activations')"),
         ({"xyzzy": 1}, "unknown option 'xyzzy'"),
         ({"window": 0}, "window must be a whole number of at least 1 or None, got 0"),
         ({"window": True}, "window must be a whole number of at least 1 or None, got True"),

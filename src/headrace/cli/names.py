@@ -34,7 +34,8 @@ ELSEWHERE = {
     "save_interval": "save_every", "save_total_limit": "keep", "resume_from_checkpoint": "resume", "log_file": "log",
     "pack": "packing", "quantization": "quantize", "load_in_4bit": "quantize", "load_in_8bit": "quantize",
     "attn_implementation": "attention", "torch_compile": "compile", "gradient_checkpointing": "activations",
-    "activation_checkpointing": "activations", "amp": "autocast", "mixed_precision": "autocast", "bf16": "dtype",
+    "activation_checkpointing": "activations", "recompute": "activations",
+    "amp": "autocast", "mixed_precision": "autocast", "bf16": "dtype",
 }  # fmt: skip
 # The same for options inside a section.
 INSIDE = {

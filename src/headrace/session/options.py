@@ -149,13 +149,19 @@ _CHOICES: dict[str, Sequence[Any]] = {
 }  # fmt: skip
 
 
+# Words of other libraries whose spelling leads nowhere near ours.
+_ELSEWHERE = {"recompute": "activations", "gradient_checkpointing": "activations", "checkpointing": "activations",
+              "clip": "max_grad_norm", "gradient_accumulation_steps": "accumulation", "learning_rate": "lr",
+              "offload_dir": "disk_dir", "max_memory": "device_memory"}  # fmt: skip
+
+
 def check(given: dict[str, Any]) -> Options:
     """Options from keyword arguments. Raises one OptionError that names everything that is wrong."""
     known = [field.name for field in fields(Options)]
     faults = []
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
+            near = [_ELSEWHERE[name]] if name in _ELSEWHERE else difflib.get_close_matches(name, known, 1)
             hint = f" (nearest: {near[0]!r})" if near else ""
             faults.append(f"unknown option {name!r}{hint}")
     options = Options(**{name: value for name, value in given.items() if name in known})
