@@ -96,7 +96,7 @@ def test_ctrl_c_in_the_middle_of_a_pass(monkeypatch: pytest.MonkeyPatch, place: 
 
 
 def test_a_lease_that_fails_half_way_writes_into_no_store() -> None:
-    """As where the device has no memory to widen a weight: the others keep their values, and the next lease goes well."""
+    """As where the device has no memory to widen a weight: others keep their values, and the next goes well."""
     model = toy()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with streamed(model) as (ours, optimizer):
