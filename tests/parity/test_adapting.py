@@ -28,15 +28,16 @@ class Machine:
 
     def __init__(self, session: Any, host: float, device: float, more: float = 0.0) -> None:
         self.session, self.each, self.more = session, {"host": host, "device": device}, more
-        self.busy = {"host": 0.0, "device": 0.0, "h2d": 1.0}
+        self.busy, self.updated = {"host": 0.0, "device": 0.0, "h2d": 1.0}, {"host": 0, "device": 0}
 
     def step(self) -> None:
         for side, weights in weights_by_side(self.session.spec, self.session.placement).items():
             self.busy[side] += weights * self.each[side] + self.more * (side == "host")
+            self.updated[side] += weights
 
     def adapts(self, free: bool = True) -> None:
         session = self.session
-        session._adapting = Adapting(session._stream.regions, lambda: self.busy, session.events, free)
+        session._adapting = Adapting(session._stream.regions, lambda: self.busy, self.updated, session.events, free)
 
 
 def trained(plain: Any, steps: int, machine: tuple[float, ...] | None, **options: Any) -> tuple[dict[str, Tensor], Any]:

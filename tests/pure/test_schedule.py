@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.plan.updates import passing_at
 from headrace.schedule import build
 from headrace.schedule.build import ROWS, Visit
 from headrace.schedule.check import check
@@ -241,6 +242,22 @@ def test_updates_wait_for_the_norm_and_for_nothing_of_other_blocks() -> None:
             assert {t.rpartition(":u")[2] for t in op.before if ":u" in t} <= {str(op.unit)}
     early = build.update(spec, placement, [u.index for u in spec.units], (None, None), norm=False)
     assert not any(op.verb == "NORM" for op in early.ops)
+
+
+@pytest.mark.parametrize("guesses", [0, 4, 9])
+def test_both_sides_share_what_the_guesses_leave(guesses: int) -> None:
+    """An update on the device takes 1.5 times as long: whatever was guessed, both end as near as units let them."""
+    spec, placement = placed(made(12), HOST, HOST, 2)
+    placement = passing_at(spec, replace(placement, piece=8, logs=guesses), 1.5)
+    guessed = {unit: f"l{number}" for number, unit in enumerate(range(4, 4 + guesses))}
+    order = build.forward_order(spec, placement, visits(spec))
+    program = build.update(spec, placement, order, (None, None), True, guessed)
+    lanes = {op.unit: op.lane for op in program.ops if op.region == "state" and op.unit not in guessed}
+    work = {unit: sum(entry.numel for entry in spec.units[unit].trained.entries) for unit in lanes}
+    takes = {side: cost * sum(work[u] for u, lane in lanes.items() if lane == side)
+             for side, cost in ((HOST, 1.0), (DEVICE, 1.5))}  # fmt: skip
+    assert abs(takes[HOST] - takes[DEVICE]) <= 1.5 * max(work.values())
+    assert all(op.lane == HOST for op in program.ops if op.unit in guessed and op.region == "state")
 
 
 def test_updates_run_in_the_order_of_the_next_forward() -> None:

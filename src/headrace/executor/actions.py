@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -69,6 +70,8 @@ class Actions:
     guesses: Guesses = field(default_factory=Guesses)
     log_stages: LogStages = field(init=False)
     previews: Previews = field(init=False)
+    updated: Counter[str] = field(default_factory=Counter)
+    """Weights whose state is in host memory or on the disk that each lane has updated by now."""
 
     def __post_init__(self) -> None:
         self.on_device = DeviceUpdates(self.regions)
@@ -208,15 +211,21 @@ class Actions:
 
     def _apply(self, op: Op, notes: Notes, scale: float) -> torch.cuda.Event | None:
         calls = self._calls(op, notes["groups"], scale)
+        self._count(op)
         if op.lane == DEVICE != self.regions.placement.state[op.unit]:  # as it was placed when its program was built
             return self.on_device.run(calls)
         for call in calls:
             call.run()
         return None
 
+    def _count(self, op: Op) -> None:
+        if self.regions.placement.state[op.unit] != DEVICE:
+            self.updated[op.lane] += sum(entry.numel for entry in self.regions.spec.units[op.unit].trained.entries)
+
     def _guess(self, op: Op, notes: Notes) -> None:
         groups: list[Hyper] = notes["groups"]
         calls = self._calls(op, groups, 1.0)
+        self._count(op)
         log, present = self._log(op.place), self.ledger.present[op.unit]
         self.guesses.make(op.unit, log, calls, notes["step"], groups, present)
 

@@ -28,6 +28,8 @@ COPIED = 256 << 20
 PIECE = 1 << 23
 """Elements that pass the device at a time, as in plan/updates."""
 PLACES = 3
+SUSTAINED = 1.0
+"""Seconds of products before a GPU's rate is measured: its clock falls where they draw all the power it gets."""
 ELEMENT = 14
 """Bytes of one weight with its remainder, moments and gradient."""
 DISK_BYTES = 512 << 20
@@ -171,7 +173,10 @@ def compute(device: torch.device) -> ComputeRates:
     tokens, columns, out = (8192, 4096, 12288) if cuda else (256, 1024, 2048)
 
     def matmul(dtype: torch.dtype) -> float:
+        end = time.perf_counter() + (SUSTAINED if cuda else 0.0)
         forward, backward = rates.linear_seconds(tokens, columns, out, dtype, device)
+        while time.perf_counter() < end:
+            forward, backward = rates.linear_seconds(tokens, columns, out, dtype, device)
         return 6.0 * tokens * columns * out / (forward + backward)
 
     narrow = torch.bfloat16 if limits.computes_bf16(device) else torch.float32

@@ -7,9 +7,10 @@ from dataclasses import replace
 from headrace.base.errors import PlanError
 from headrace.base.units import format_bytes
 from headrace.plan.place import WORK_SHARE, Budgets, host_bytes
+from headrace.schedule.sides import shared
 from headrace.spec.footprint import LOG_STAGES, footprint, keeps_log, log_place_bytes, passes_device, round_up
 from headrace.spec.model import REST, ModelSpec
-from headrace.spec.placement import DEVICE, HOST, Placement
+from headrace.spec.placement import HOST, Placement
 
 PIECE = 1 << 23
 """Elements that pass the device at a time: with fp32 moments 32 MiB of each, which the link carries at full speed."""
@@ -47,7 +48,7 @@ def _on_sides(
         return placement, "on the host where their state is in host memory"
     cost = 0.0 if wanted == "device" else DEVICE_COST
     largest = max((sum(e.padded for e in unit.trained.entries) for unit in spec.units if unit.kind != REST), default=0)
-    placed = replace(placement, updates=shared(spec, placement, cost), piece=min(PIECE, largest))
+    placed = passing_at(spec, replace(placement, piece=min(PIECE, largest)), cost)
     passing = [unit for unit in spec.units if passes_device(unit, placed)]
     if not passing:
         return placement, "where their state is"
@@ -113,20 +114,7 @@ def _distant(spec: ModelSpec, placement: Placement, budgets: Budgets, size: int,
     return max(0, int(room * (1 - WORK_SHARE) // round_up(size)))
 
 
-def shared(spec: ModelSpec, placement: Placement, cost: float) -> tuple[str, ...]:
-    """Where each unit is updated, by index. `cost`: time of an update that passes the device, relative to one on the
-    host; 0.0: all pass that can.
-
-    Each unit goes where it would be done first, in the order of the next forward, so that both sides keep pace.
-    """
-    busy = {HOST: 0.0, DEVICE: 0.0}
-    places = []
-    for unit in spec.units:
-        work = sum(entry.numel for entry in unit.trained.entries)
-        place = HOST
-        if unit.kind != REST and work and placement.state[unit.index] == HOST == placement.home(unit.index):
-            passes = not cost or busy[DEVICE] + work * cost < busy[HOST] + work
-            place = DEVICE if passes else HOST
-            busy[place] += work * (cost if passes else 1.0)
-        places.append(place)
-    return tuple(places)
+def passing_at(spec: ModelSpec, placement: Placement, cost: float) -> Placement:
+    """The placement with its updates shared between both sides, see `schedule.sides.shared`."""
+    sides = shared(spec, placement, range(len(spec.units)), cost)
+    return replace(placement, updates=tuple(sides.values()), device_cost=cost or None)

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from headrace.schedule.op import Op, Program
+from headrace.schedule.sides import shared
 from headrace.spec.formats import itemsize
 from headrace.spec.model import REST, TILE, ModelSpec, Unit
 from headrace.spec.placement import DEVICE, DISK, HOST, Placement
@@ -309,8 +310,12 @@ def update(
     Gradients on the device are taken as they stand when this begins: between backward and step the user may write into
     them, and those of parameters without any are zeroed.
     """
-    build = _Builder(spec, placement, ())
     trained = [unit for unit in units if spec.units[unit].trained.entries]
+    if placement.device_cost is not None:
+        left = [unit for unit in trained if unit not in guessed]
+        sides = shared(spec, placement, left, placement.device_cost)
+        placement = replace(placement, updates=tuple(sides.get(unit.index, HOST) for unit in spec.units))
+    build = _Builder(spec, placement, ())
     for unit in trained:
         if spec.units[unit].kind == REST and placement.state[unit] != DEVICE:
             waits = [f"backward:u{unit}", f"updated:u{unit}", "issued"]

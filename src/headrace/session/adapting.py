@@ -7,10 +7,9 @@ first steps show the real one. A unit that is updated on the other side has the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 from headrace.base.events import EventLog
-from headrace.plan.updates import shared
+from headrace.plan.updates import passing_at
 from headrace.spec.footprint import footprint, passes_device
 from headrace.spec.model import ModelSpec
 from headrace.spec.placement import DEVICE, HOST, Placement
@@ -27,16 +26,18 @@ WORTH = 0.02
 
 
 class Adapting:
-    """Told of each step. `busy`: seconds that each lane has worked by now. `free`: the choice is left to Headrace."""
+    """Told of each step. `busy`: seconds that each lane has worked by now. `updated`: weights that each has updated.
+    `free`: the choice is left to Headrace."""
 
     def __init__(
-        self, regions: Regions, busy: Callable[[], Mapping[str, float]], events: EventLog, free: bool
+        self, regions: Regions, busy: Callable[[], Mapping[str, float]], updated: Mapping[str, int], events: EventLog,
+        free: bool,
     ) -> None:  # fmt: skip
-        self._regions, self._busy, self._events = regions, busy, events
+        self._regions, self._busy, self._updated, self._events = regions, busy, updated, events
         self.under_way = free and any(passes_device(unit, regions.placement) for unit in regions.spec.units)
         self._first = SETTLED
         """Step at whose end the clock starts."""
-        self._began: Mapping[str, float] = {}
+        self._began: Mapping[str, tuple[float, int]] = {}
         self._rounds = 0
 
     def step(self, number: int) -> None:
@@ -44,24 +45,27 @@ class Adapting:
         if not self.under_way:
             return
         if number == self._first:
-            self._began = dict(self._busy())
+            self._began = self._so_far()
         elif number == self._first + MEASURED:
-            now = self._busy()
-            seconds = {lane: (now.get(lane, 0.0) - before) / MEASURED for lane, before in self._began.items()}
+            spent = {side: (seconds - self._began[side][0], weights - self._began[side][1])
+                     for side, (seconds, weights) in self._so_far().items()}  # fmt: skip
             self._rounds += 1
             self._first = number + 2  # what is queued by now runs as it was placed before
-            self.under_way = self._correct(seconds) and self._rounds < ROUNDS
+            self.under_way = self._correct(spent) and self._rounds < ROUNDS
 
-    def _correct(self, seconds: Mapping[str, float]) -> bool:
-        """Place updates by what the lanes took in a step. False where it is not worth it."""
+    def _so_far(self) -> dict[str, tuple[float, int]]:
+        busy = self._busy()
+        return {side: (busy.get(side, 0.0), self._updated.get(side, 0)) for side in (HOST, DEVICE)}
+
+    def _correct(self, spent: Mapping[str, tuple[float, int]]) -> bool:
+        """Place updates by the seconds that each side took for so many weights. False where it is not worth it."""
         regions, placement = self._regions, self._regions.placement
-        before = weights_by_side(regions.spec, placement)
-        if not all(before.values()) or not all(seconds.get(side, 0.0) > 0.0 for side in (HOST, DEVICE)):
+        if not all(seconds > 0.0 and weights > 0 for seconds, weights in spent.values()):
             return False
-        each = {side: seconds[side] / before[side] for side in (HOST, DEVICE)}
-        moved = replace(placement, updates=shared(regions.spec, placement, each[DEVICE] / each[HOST]))
-        after = weights_by_side(regions.spec, moved)
-        slower = max(seconds[HOST], seconds[DEVICE])
+        each = {side: seconds / weights for side, (seconds, weights) in spent.items()}
+        moved = passing_at(regions.spec, placement, each[DEVICE] / each[HOST])
+        before, after = (weights_by_side(regions.spec, way) for way in (placement, moved))
+        slower = max(each[side] * before[side] for side in (HOST, DEVICE))
         expected = max(each[side] * after[side] for side in (HOST, DEVICE))
         fits = footprint(regions.spec, moved).device_bytes <= footprint(regions.spec, placement).device_bytes
         if expected > slower * (1 - WORTH) or not fits:

@@ -56,8 +56,7 @@ class Session:
         stream: Stream, values: Values, taken: list[Taken], undo: list[Callable[[], None]], events: EventLog,
         budgets: Budgets, plan: Plan,
     ) -> None:  # fmt: skip
-        self.model, self.optimizer, self.options, self.anatomy = model, optimizer, options, anatomy
-        self.events = events
+        self.model, self.optimizer, self.options, self.anatomy, self.events = model, optimizer, options, anatomy, events
         """Every decision and fallback, in order."""
         self.steps = 0
         """Optimizer steps begun."""
@@ -80,11 +79,12 @@ class Session:
         self._guessing = Guessing(stream, self._now, self._complete)
         stream.begun, stream.ended = self._begun, self._gradients.show
         self.plan, self.budgets = plan, budgets
-        """What was decided at first, for which `placement` now stands; and bytes that may be used, by tier."""
+        """What was decided at first (`placement` is what stands now), and bytes that may be used, by tier."""
         self._tracing = Tracing(self)
         self._watchdog = Watchdog(events, self._executor.seconds)
         self._collections = Collections(events, stream.roots.busy)
-        self._adapting = Adapting(stream.regions, self._executor.seconds, events, options.update == "auto")
+        busy, updated = self._executor.seconds, self._actions.updated
+        self._adapting = Adapting(stream.regions, busy, updated, events, options.update == "auto")
         self._trial = Trial(budgets.device, stream.sink, stream.regions, events, adapts=options.activations == "auto",
                             checks=options.check_memory, divides=options.rows is None)  # fmt: skip
         self._trial.moving = Moving(stream)

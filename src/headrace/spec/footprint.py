@@ -61,9 +61,18 @@ def ring_bytes(spec: ModelSpec, placement: Placement) -> int:
 
 def piece_bytes(spec: ModelSpec, placement: Placement) -> int:
     """One place on the device that units pass for their update."""
-    passing = [u for u in spec.units if passes_device(u, placement)]
+    if placement.device_cost is None:
+        passing = [u for u in spec.units if passes_device(u, placement)]
+    else:  # any may, once it lives in host memory
+        passing = [u for u in spec.units if u.kind != REST and u.trained.entries]
     element = max((_element_bytes(unit) for unit in passing), default=0)
     return placement.piece * element + ALIGNMENT * (2 + max((len(unit.parts) for unit in passing), default=0))
+
+
+def may_pass_device(unit: Unit, placement: Placement) -> bool:
+    """Its update can run on the device while its state lives in host memory."""
+    index = unit.index
+    return unit.kind != REST and bool(unit.trained.entries) and placement.state[index] == HOST == placement.home(index)
 
 
 def passes_device(unit: Unit, placement: Placement) -> bool:

@@ -30,6 +30,9 @@ class Placement:
     updates: tuple[str, ...] = ()
     """Where units are updated whose state is in host memory, by unit index: "host", or "device", which their weights,
     gradients and state pass in pieces. Empty: all on the host."""
+    device_cost: float | None = None
+    """Time of an update that passes the device, relative to one on the host at the same time, by which step() shares
+    what is left to it between both sides. None: each unit has its own side, see `updates`."""
     piece: int = 0
     """Elements of a unit that are on the device at a time for an update there; `pieces` of them pass at once."""
     pieces: int = 3
