@@ -45,6 +45,8 @@ class Completion:
         Raises the error of a failed op; `Cancelled` for a cancelled one.
         """
         self._done.wait()
+        if isinstance(self._error, Cancelled):
+            raise Cancelled  # not the one that stays here: it would hold what is on the stack, and what is handled
         if self._error is not None:
             raise self._error
         if self._event is not None:

@@ -64,6 +64,7 @@ def differentiated(
             if done.ok:
                 continue
         tensors = []
+        _let_go()
         if over or visit.draws or stream.mixed or dividing:
             raise torch.OutOfMemoryError(reason)
         if not stream.recovers(reason, spent=visit.keeps):
@@ -128,6 +129,13 @@ def evaluated(
                 raise torch.OutOfMemoryError(f"{reason} A call with a key-value cache cannot be divided: pass "
                                              "use_cache=False, or fewer rows")  # fmt: skip
             return by_rows()
+
+
+def _let_go() -> None:
+    """What a failed backward had queued stays in autograd's queue, with the whole graph behind it, until this thread
+    runs another one: an empty one, in host memory."""
+    with torch.enable_grad():
+        torch.autograd.backward(torch.zeros((), requires_grad=True).clone())
 
 
 def _forget(visit: BlockVisit) -> None:
