@@ -181,7 +181,7 @@ def test_the_smallest_budget_that_is_named_trains_and_one_byte_less_does_not(
     with streamed(model, adamw, placement="auto", window=3, **{which: smallest}, **folder) as (ours, optimizer):
         report = headrace.memory_report(ours)
         regions = headrace.session(ours)._stream.regions
-        device, host = regions.device_arena.nbytes, regions.host_arena.nbytes
+        device, host = regions.device_bytes, regions.host_arena.nbytes
         assert smallest >= (device if which == "device_memory" else device + host)
         hf_loss(ours, batch(2, 5, vocabulary=257)).backward()
         optimizer.step()
@@ -204,7 +204,8 @@ def test_the_plan_counts_every_byte_that_is_allocated(
             report, regions = headrace.memory_report(ours), headrace.session(ours)._stream.regions
             total = sum(report["device"][part] for part in parts)
             host = sum(report["host"][part] for part in (*parts, "stages"))
-            assert regions.device_arena.nbytes == regions.device_arena.used == total
+            assert regions.device_bytes == total
+            assert all(arena.nbytes == arena.used for _, arena in regions.arenas())
             assert regions.host_arena.nbytes == regions.host_arena.used == host
             assert report["disk"]["allocated"] == report["disk"]["weights"] + report["disk"]["state"]
         # Exactly that much is enough, also for the plan that is made before the gradients are widened.

@@ -135,8 +135,8 @@ def test_memory_that_was_never_written_is_never_read(
 
     def poisoned(self: Regions, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        self.device_arena.buffer.fill_(0xFF)
-        self.host_arena.buffer.fill_(0xFF)
+        for _, arena in self.arenas():
+            arena.buffer.fill_(0xFF)
         for unit in self.spec.units:
             for memory in (self.home(unit.index, "weights"), self.home(unit.index, "state"), self.resident(unit.index)):
                 if memory is not None:

@@ -66,7 +66,8 @@ class Regions:
         self._extra: dict[str, list[HostArena]] = {}
         """Host memory on top of what was planned, by what it is for."""
         self.near: dict[tuple[int, str], DeviceArena] = {}
-        """Arenas of units that may leave the device, by unit and region."""
+        """Arenas of units that may leave the device, and of the rest, by unit and region: what still looks at the
+        rest's parameters when all is closed keeps no slots."""
         self.grown: dict[str, DeviceArena] = {}
         """Places on the device that may go, as logs do, or that have grown since: each an arena of its own."""
         self.device_change: Counter[str] = Counter()
@@ -106,7 +107,7 @@ class Regions:
     def _plan_homes(self, device_parts: list, host_parts: list) -> int:  # type: ignore[type-arg]
         disk = 0
         for unit in self.spec.units:
-            index = unit.index
+            index, own = unit.index, unit.kind == REST or self.movable(unit)
             home, state = self.placement.home(index), self.placement.state[index]
             grads = DEVICE if state == DEVICE else "host"
             tiers = {"weights": home, "state": state, "grads": grads}
@@ -120,18 +121,18 @@ class Regions:
                     self._extents[index, region] = disk
                     disk += round_up(nbytes)
                 elif nbytes or region == "weights":
-                    if tier == DEVICE and self.movable(unit):
+                    if tier == DEVICE and own:
                         self.homes[index, region] = self._on_its_own(index, region, nbytes)
                         continue
                     parts = device_parts if tier == DEVICE else host_parts
                     parts.append((_keeper(self.homes, (index, region)), nbytes))
             if self.placement.weights[index] == DEVICE and home != DEVICE:
-                if self.movable(unit):
+                if own:
                     self.copies[index] = self._on_its_own(index, "weights", unit.stored.nbytes)
                 else:
                     device_parts.append((_keeper(self.copies, index), unit.stored.nbytes))
             if unit.kind == REST and state != DEVICE and unit.trained.entries:
-                device_parts.append((_keeper(self.places, "r"), unit.grads.nbytes))
+                self.places["r"] = self._on_its_own(index, "grads", unit.grads.nbytes)
                 host_parts.append((_keeper(self.places, "rest"), unit.trained_bytes))
         return disk
 
