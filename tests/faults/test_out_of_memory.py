@@ -97,14 +97,14 @@ def test_rows_that_fit_are_found(counted: list[int], options: dict[str, Any]) ->
 def test_the_norm_behind_the_blocks_is_part_of_the_bound(
     counted: list[int], monkeypatch: pytest.MonkeyPatch, piece: int, elements: int
 ) -> None:
-    """Where it takes more than a block and the loss: 26 bytes for each element of a piece."""
+    """Where it takes more than a block and the loss: 30 bytes for each element of a piece."""
     monkeypatch.setattr(sys.modules[__name__], "PER_ROW", 1)
     monkeypatch.setattr(working_memory, "LOGIT_BYTES", 0)
     monkeypatch.setattr(footprint, "NORM_ELEMENTS", piece)
     with streamed(llama(3), adamw) as (ours, _):
         hf_loss(ours, batch(3, 9, vocabulary=257)).backward()
         bound, hidden = headrace.session(ours)._trial.bound, 3 * 9 * 64 * 4
-        assert bound == 26 * elements + beside(hidden) + 3 * hidden  # the inputs of three blocks
+        assert bound == 30 * elements + beside(hidden) + 3 * hidden  # the inputs of three blocks
 
 
 def test_a_later_larger_batch_is_tried_too(counted: list[int]) -> None:

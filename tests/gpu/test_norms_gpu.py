@@ -31,4 +31,4 @@ def test_working_memory(make: type[nn.Module], dtype: torch.dtype, tokens: int) 
     taken = torch.cuda.max_memory_allocated() - before
     whole = x.nbytes if x.numel() > NORM_ELEMENTS else 0
     assert taken <= norm_bytes(x.numel()) + whole + UNSPLIT
-    assert make is nn.LayerNorm or taken >= 0.8 * norm_bytes(x.numel())
+    assert make is nn.LayerNorm or taken >= 0.7 * norm_bytes(x.numel())  # fp32 has no results in 16 bits beside
