@@ -118,6 +118,28 @@ def test_training_is_that_of_the_oracle(codec: str, where: str, tmp_path: Path) 
     plain.backward()
 
 
+@pytest.mark.parametrize("codec", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_product_that_was_checked_is_the_one_that_runs(
+    codec: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A check multiplies in bf16; other results of the cores are other kernels, which a card may not have."""
+    asked = []
+
+    def cores(
+        left: torch.Tensor, right: torch.Tensor, *, out_dtype: torch.dtype, **scales: torch.Tensor
+    ) -> torch.Tensor:
+        asked.append(out_dtype)
+        return torch.ones(left.shape[0], right.shape[1], dtype=out_dtype)
+
+    monkeypatch.delenv("HEADRACE_KERNELS", raising=False)
+    monkeypatch.setattr(torch, "_scaled_mm", cores)
+    parts = stored._packed(codec, torch.randn(16, 128).bfloat16())
+    found = stored.product(codec, torch.randn(5, 128).to(dtype), parts)
+    assert asked == [torch.bfloat16]
+    assert found.dtype == dtype and found.shape == (5, 16)
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1)], ids=str)
 def test_adapters_beside_products_of_stored_weights(dtype: torch.dtype, tolerance: float) -> None:
     """LoRA in fp32, by peft's layer and on a bf16 base by the fused one: it adds to what the layer below gives. In 16
