@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,11 +15,13 @@ import torch
 from torch import nn
 
 import headrace
-from against_plain import assert_close, assert_equal, batch, sgd, streamed, toy, toy_loss, weights
+from against_plain import assert_close, assert_equal, batch, gradients, sgd, streamed, toy, toy_loss, weights
 from headrace.executor.actions import Actions
-from headrace.executor.executor import Walk
+from headrace.executor.executor import Executor, Walk
 from headrace.executor.lanes import ThreadLane
 from headrace.model.parked import leased
+from headrace.optim.ledger import Ledger
+from headrace.schedule.build import undo
 
 
 def test_ctrl_c_between_two_ops_waits_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +143,100 @@ def test_ctrl_c_while_updates_are_waited_for(monkeypatch: pytest.MonkeyPatch) ->
             session.wait()
         session.wait()
         assert len(made) == 2 and not session._executor._unwatched
+
+
+def interrupting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, with a Ctrl-C in its first call."""
+    calls: list[int] = []
+
+    def interrupted(*given: Any) -> Any:
+        result = original(*given)
+        calls.append(1)
+        if len(calls) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+        return result
+
+    return interrupted
+
+
+def test_ctrl_c_between_the_arrival_of_gradients_and_their_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are added up on the device can be dropped."""
+    model, ids = toy(), batch()
+    with streamed(model, placement={"weights": "device", "state": "device"}) as (ours, optimizer):
+        loss = toy_loss(ours, ids)
+        with monkeypatch.context() as patched:
+            patched.setattr(Ledger, "arrive", interrupting(Ledger.arrive))
+            with pytest.raises(KeyboardInterrupt):
+                loss.backward()
+        optimizer.zero_grad()
+        toy_loss(ours, ids).backward()
+        toy_loss(model, ids).backward()
+        assert_close(gradients(ours), gradients(model))
+
+
+def test_ctrl_c_inside_an_op_of_an_inline_lane_is_no_error_of_the_op() -> None:
+    ran = list[int]()
+    executor = Executor(torch.device("cpu"), interrupting(lambda op, notes: ran.append(op.unit)), overlap=False)
+    walk = executor.start(undo([0, 1]))
+    with pytest.raises(KeyboardInterrupt):
+        walk.finish()
+    walk.finish()
+    executor.drain()
+    assert ran == [0, 1]
+    executor.close()
+
+
+class Stopped(nn.Embedding):
+    """Ctrl-C comes at the end of its next forward under gradients."""
+
+    armed = False
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows = super().forward(ids)
+        if self.armed and torch.is_grad_enabled():
+            self.armed = False
+            raise KeyboardInterrupt
+        return rows
+
+
+def test_an_interrupt_that_somebody_keeps_keeps_no_shape_of_an_embedding() -> None:
+    """The next backward uses another number of rows, while the exception still holds the graph of the first."""
+    model = toy()
+    model.embed = Stopped(37, 20)
+    with streamed(model) as (ours, optimizer):
+        loss = toy_loss(ours, batch(1, 4))
+        ours.embed.armed = True
+        with pytest.raises(KeyboardInterrupt) as kept:
+            loss.backward()
+        optimizer.zero_grad()
+        toy_loss(ours, batch(3, 9)).backward()
+        toy_loss(model, batch(3, 9)).backward()
+        assert_close(gradients(ours), gradients(model))
+    assert kept.value.__traceback__ is not None
+
+
+def test_a_second_ctrl_c_waits_for_the_micro_batches() -> None:
+    """They compute on what the caller would go on with. What a micro-batch does when it is given up takes a while."""
+    model, busy = toy(), list[int]()
+    with streamed(model) as (ours, _):
+
+        def slow(ids: torch.Tensor) -> torch.Tensor:
+            busy.append(1)
+            try:
+                for _ in range(20):
+                    time.sleep(0.01)
+                return toy_loss(ours, ids)
+            finally:
+                time.sleep(0.2)
+                busy.pop()
+
+        presses = [threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)) for seconds in (0.3, 0.35)]
+        for press in presses:
+            press.start()
+        with pytest.raises(KeyboardInterrupt):
+            headrace.accumulate(slow, [batch(), batch()])
+        assert not busy
 
 
 def test_a_weight_that_its_own_forward_changes_is_updated_from_what_it_became() -> None:

@@ -18,14 +18,16 @@ from torch import Tensor
 import headrace
 from adapted import all_adapters, lora
 from against_plain import adamw, assert_close, batch, hf_loss, llama, streamed, weights
-from headrace.base.errors import PlanError
+from headrace.base.errors import PlanError, StoreError
 from headrace.executor import trial
+from headrace.executor.moving import Moving
 from headrace.executor.working_memory import UNSPLIT
 from headrace.model.visit import BlockVisit
 from headrace.session.surviving import surviving
 from headrace.session.tiers import survey
 from headrace.spec.model import BLOCK
 from headrace.spec.placement import DEVICE, KEEP, RECOMPUTE
+from headrace.store.regions import Regions
 from quantised_models import every
 from tiny_runs import assert_same, everything
 
@@ -133,6 +135,38 @@ def test_gradients_that_wait_for_their_step_move_too(monkeypatch: pytest.MonkeyP
             found.append((norm, everything(ours)))
     assert failing.failures and torch.equal(found[0][0], found[1][0])
     assert_same(found[1][1], found[0][1])
+
+
+def test_a_move_that_the_system_refuses_leaves_all_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between a backward and its step, when units are in host memory already and there is none for their slots."""
+    plain, found = llama(2, torch.bfloat16), []
+    for refused in (False, True):
+        with streamed(plain, adamw, placement="auto") as (ours, optimizer):
+            steps(ours, optimizer, [2])
+            session, before = headrace.session(ours), near(ours)
+            hf_loss(ours, batch(2, 9, vocabulary=257)).backward()
+            if refused:
+                regions = session._stream.regions
+                allocated, grow, asked = regions.allocated, Regions.grow, list[str]()
+
+                def fails(regions: Regions, place: Any, grow: Any = grow, asked: list[str] = asked) -> None:
+                    asked.append(place.name)
+                    if len(asked) == 2:
+                        raise StoreError("cpu has too little free memory", "asked for a slot", "Lower device_memory")
+                    grow(regions, place)
+
+                monkeypatch.setattr(Regions, "grow", fails)
+                with pytest.raises(StoreError, match="too little"):
+                    Moving(session._stream).free(1, "it is asked to")
+                monkeypatch.undo()
+                assert len(asked) == 2 and near(ours) == before
+                assert regions.allocated == allocated
+            optimizer.step()
+            steps(ours, optimizer, [2])
+            found.append(everything(ours))
+            assert Moving(session._stream).free(1, "it is asked to") > 0 and near(ours) < before
+            steps(ours, optimizer, [2])
+    assert_same(found[1], found[0])
 
 
 @pytest.mark.parametrize("quantize", [None, "nf4"])

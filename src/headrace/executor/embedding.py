@@ -14,6 +14,7 @@ from headrace.base.errors import DataError
 from headrace.executor.passes import Pass
 from headrace.executor.previews import Previews, take_new_rows_
 from headrace.executor.row_gradients import copied
+from headrace.executor.sink import add_, round_
 from headrace.executor.stream import Stream
 from headrace.executor.window import meet
 from headrace.kernels import ops
@@ -229,23 +230,27 @@ class _Embed(torch.autograd.Function):
                 weight = gather(stream.regions, stream.actions.previews, taken.matrix, rows.index)
                 weight = weight.to(taken.weight.dtype)
             total = torch.zeros(weight.shape, dtype=torch.float32, device=stream.device)
-            with stream.sink.into(taken.weight, total):
-                for positions, grad in zip(rows.positions, grads, strict=True):
-                    if grad is not None:
-                        _backward_one(taken, rows, weight, positions, grad)
-            stream.note(rows.number, (rows.index, total))
+            for positions, grad in zip(rows.positions, grads, strict=True):
+                if grad is not None:
+                    add_(total, _rows_gradient(taken, rows, weight, positions, grad))
+            for entry in stream.spec.units[matrix.tiles[0]].sent.entries:
+                round_(total, DTYPES[entry.dtype])  # as the gradients of tiles are on their way out
+            stream.note(rows.number, lambda: (rows.index, total))
         return (None,) * 5
 
 
-def _backward_one(taken: TakenEmbedding, rows: Rows, weight: Tensor, positions: Tensor, grad: Tensor) -> None:
-    parameter = taken.weight
-    padding = taken.module.padding_idx
-    taken.module.padding_idx = rows.padding
+def _rows_gradient(taken: TakenEmbedding, rows: Rows, weight: Tensor, positions: Tensor, grad: Tensor) -> Tensor:
+    """The gradient (U, H) of the used rows.
+
+    They stand in the module as a parameter of their own: torch keeps the shape with which a parameter entered a graph
+    for as long as somebody holds that graph, as an exception does, and each visit has another number of rows.
+    """
+    module, held, padding = taken.module, taken.weight, taken.module.padding_idx
+    module._parameters["weight"] = leaf = nn.Parameter(weight)
+    module.padding_idx = rows.padding
     try:
-        with leased([parameter], [weight]):
-            parameter.grad = None
-            with torch.enable_grad(), rows.autocast():
-                out = taken.original(positions)
-            torch.autograd.backward([out], [grad], inputs=[parameter])
+        with torch.enable_grad(), rows.autocast():
+            out = taken.original(positions)
+        return torch.autograd.grad([out], [leaf], [grad])[0]
     finally:
-        taken.module.padding_idx = padding
+        module._parameters["weight"], module.padding_idx = held, padding

@@ -311,7 +311,9 @@ class Walk:
                 self._compute(op)
             else:
                 # As on lanes, an error reaches whoever needs this op; later ops must end too, or their waiters hang.
-                run_job(self.job(op), self._executor.stream(), op.lane in HOST_LANES)
+                # Ctrl-C reaches this thread alone there, and so it does here: it is no error of the op.
+                with uninterrupted():
+                    run_job(self.job(op), self._executor.stream(), op.lane in HOST_LANES)
 
     def _compute(self, op: Op) -> None:
         """A compute op that is no visit, on the caller's thread and stream."""

@@ -1,15 +1,22 @@
-"""Places in host memory for gradients that a backward is about to bring, where the plan had not foreseen them."""
+"""Places for gradients that a backward is about to bring, where the plan had not foreseen them."""
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
+from headrace.base.errors import StoreError
 from headrace.base.units import format_bytes
 from headrace.schedule import build
 from headrace.schedule.build import Visit
-from headrace.spec.model import BLOCK
+from headrace.spec.footprint import Place
+from headrace.spec.model import BLOCK, REST, Unit
+from headrace.spec.placement import DEVICE
 
 if TYPE_CHECKING:
     from headrace.executor.stream import Stream
@@ -45,3 +52,35 @@ def _widen(stream: Stream, visits: Sequence[Visit]) -> None:
     size = stream.regions.widen(narrow)
     stream.events.add("widen", "several gradients of a block add up before step(): they are summed in fp32 from now "
                       "on; headrace.accumulate needs none of it", bytes=format_bytes(size))  # fmt: skip
+
+
+def sum_apart(stream: Stream, spares: Callable[[int], bool]) -> None:
+    """From now on the sums of a visit are made apart from earlier ones of a unit whose state is on the device, if there
+    is room. `spares`: whether the device has it for so many bytes that stay."""
+    # Weak, for hooks of parameters reach the sink.
+    stream.sink.beside = functools.partial(_beside, weakref.proxy(stream), weakref.WeakMethod(spares))
+
+
+def _beside(stream: Stream, spares: Callable[[], Callable[[int], bool] | None], unit: Unit) -> Tensor | None:
+    """Device memory for the sums of one visit of a unit whose state is there, flat uint8, beside those of earlier ones.
+    None, from now on, where there is no room: then the bits of results are not those of other placements."""
+    regions, nbytes = stream.regions, unit.grads.nbytes
+    if regions.places["total"].numel() < nbytes:
+        units = (u for u in regions.spec.units if u.kind != REST and regions.placement.state[u.index] == DEVICE)
+        place = Place("total", max(u.grads.nbytes for u in units), DEVICE, "grads")
+        try:
+            fits = spares()
+            if fits is not None and fits(place.nbytes):
+                regions.grow(place)
+        except StoreError:
+            pass
+        grown = regions.places["total"].numel() >= nbytes
+        text = "several sums of a block's gradients add up before step(), and "
+        text += ("each is made in memory of its own" if grown else "there is no room to make each by itself: results "
+                 "may differ in their last digits from those of other placements")  # fmt: skip
+        stream.events.add("sums", f"{text}; headrace.accumulate(fn, micro_batches) makes one sum of all",
+                          bytes=format_bytes(place.nbytes))  # fmt: skip
+        if not grown:
+            stream.sink.beside = lambda unit: None
+            return None
+    return regions.places["total"][:nbytes]

@@ -74,7 +74,7 @@ class Tiles:
                 if unit.trained.entries and self.stream.weights_wanted:
                     grad, end = self.stream.sink.tile(unit, self.stream.grad_place)
                     body(weight, first, grad)
-                    self.stream.note(number, end())
+                    self.stream.note(number, end)
                 else:
                     body(weight, first, None)
 

@@ -1,7 +1,8 @@
 """The sink: takes each weight's gradient the moment autograd has it, so that only one is alive at a time.
 
 Several contributions (row slices, micro-batches) add up in one fp32 buffer and are rounded once, on the way out; a
-single one goes straight where it is sent from.
+single one goes straight where it is sent from. Where the state lives on the device nothing is sent, but sums are made
+and rounded in the same order, so that bits do not depend on where a unit lives.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from headrace.spec.model import Unit
 from headrace.spec.placement import DEVICE
 from headrace.store.regions import DTYPES, Regions, typed
 
+ROUNDED_AT_ONCE = 1 << 23
+"""Elements of a sum on the device that are rounded at a time: more keep a GPU no busier, and take more memory."""
+
 
 class Sink:
     """Where gradients go while a backward runs. One visit at a time collects."""
@@ -34,6 +38,9 @@ class Sink:
         """Those of `_taken` that hold gradients of earlier visits."""
         self.mixed = False
         """The visit that collects, or was the last to, has added gradients to some that were there before."""
+        self.beside: Callable[[Unit], Tensor | None] = lambda unit: None
+        """Memory on the device for a visit's sums (flat uint8), where the unit's region there holds earlier ones; None
+        where there is no room: they are added to those one by one."""
         self._rest: dict[int, tuple[int, Tensor]] = {}
         self._ignoring = False
         trained = (entry for _, _, entry in regions.spec.pieces() if entry.trainable)
@@ -113,7 +120,7 @@ class Sink:
             return
         if key in self._taken:
             self.mixed = self.mixed or key in self._sums
-            _add(target, grad)
+            add_(target, grad)
         else:
             target.copy_(grad)
             self._taken.add(key)
@@ -126,21 +133,12 @@ class Sink:
         trained = list(parameters)[: len(unit.trained.entries)]
         for parameter in parameters:
             parameter.grad = None
-        goal = _Goal(self._regions, self._ledger, unit, place, runs)
+        goal = _Goal(self._regions, self._ledger, unit, place, runs, self.beside)
         self._targets = {id(p): view for p, view in zip(trained, goal.views, strict=True)}
         self._taken = {id(p) for p, keep in zip(trained, goal.adding, strict=True) if keep}
         self._sums, self.mixed = set(self._taken), False
         try:
             yield lambda: goal.close([id(p) in self._taken for p in trained])
-        finally:
-            self._targets, self._taken = {}, set()
-
-    @contextlib.contextmanager
-    def into(self, parameter: nn.Parameter, total: Tensor) -> Iterator[None]:
-        """The parameter's gradients are added to `total` (zero at first) inside."""
-        self._targets, self._taken = {id(parameter): total}, {id(parameter)}
-        try:
-            yield
         finally:
             self._targets, self._taken = {}, set()
 
@@ -155,7 +153,7 @@ class Sink:
 
     def tile(self, unit: Unit, place: str) -> tuple[Tensor, Callable[[], Arrival]]:
         """(fp32 buffer (rows, columns) to add a tile's gradient to, what to call at the end)."""
-        goal = _Goal(self._regions, self._ledger, unit, place, runs=2)
+        goal = _Goal(self._regions, self._ledger, unit, place, 2, self.beside)
         if not goal.adding[0]:
             goal.views[0].zero_()
         return goal.views[0], lambda: goal.close([True])
@@ -164,18 +162,28 @@ class Sink:
 class _Goal:
     """The buffer that one visit's gradients are collected in, and its way out."""
 
-    def __init__(self, regions: Regions, ledger: Ledger, unit: Unit, place: str, runs: int) -> None:
+    def __init__(
+        self, regions: Regions, ledger: Ledger, unit: Unit, place: str, runs: int,
+        beside: Callable[[Unit], Tensor | None],
+    ) -> None:  # fmt: skip
         self._unit, self._ledger = unit, ledger
         entries = unit.trained.entries
         self.adding = [False] * len(entries)
         """Entries whose buffer holds gradients already."""
         self._out: Tensor | None = None
+        self._earlier: list[Tensor] | None = None
+        """The sums of earlier visits that these are added to at the end; None where they are made in place."""
         self._own = not place
-        if self._own:  # the state lives on the device, and so do its gradients, summed in place
+        if self._own:  # the state lives on the device, and so do its gradients
             home = regions.home(unit.index, "grads")
             self._region, self._layout = (home if home is not None else regions.device_arena.empty), unit.grads
-            if unit.index in ledger.arrived:
-                self.adding = list(ledger.present[unit.index])
+            if unit.index in ledger.arrived and unit.trained.entries:
+                apart = beside(unit) if runs > 1 else None
+                if apart is None:
+                    self.adding = list(ledger.present[unit.index])
+                else:
+                    self._earlier, self._region = typed(self._region, self._layout), apart
+            self._rounds = runs > 1 and needs_total(unit) and not any(self.adding)
         elif runs > 1 and needs_total(unit):
             self._region = regions.places["total"]
             self._layout = unit.trained.recast(lambda entry: "float32")
@@ -185,15 +193,13 @@ class _Goal:
         self.views = typed(self._region, self._layout)
 
     def close(self, present: list[bool]) -> Arrival:
+        if self._own:
+            self._close_own(present)
+            return Arrival(present)
         for view, there in zip(self.views, present, strict=True):
             if not there:
                 view.zero_()
         _clear_gaps(self._region, self._layout)
-        if self._own:
-            if present:  # a frozen unit has no gradients
-                self._ledger.arrive(self._unit.index, present)
-                self._ledger.note_square(self._unit.index, None)
-            return Arrival(present)
         squares = []
         for first, last in _segments(self._unit.sent):
             source = _flat(self._region, self._layout, first, last)
@@ -205,6 +211,26 @@ class _Goal:
         for square in squares[1:]:
             total = total + square
         return Arrival(present, total)
+
+    def _close_own(self, present: list[bool]) -> None:
+        """The same where the region is on the device: what a SEND and an ADD would do, without them."""
+        if not present:  # a frozen unit has no gradients
+            return
+        if self._rounds:
+            for view, entry, there in zip(self.views, self._unit.sent.entries, present, strict=True):
+                if there:
+                    round_(view, DTYPES[entry.dtype])
+        if self._earlier is None:
+            for view, there in zip(self.views, present, strict=True):
+                if not there:
+                    view.zero_()
+            _clear_gaps(self._region, self._layout)
+        else:
+            for total, view, there in zip(self._earlier, self.views, present, strict=True):
+                if there:
+                    total.add_(view)
+        self._ledger.arrive(self._unit.index, present)
+        self._ledger.note_square(self._unit.index, None)
 
 
 @contextlib.contextmanager
@@ -222,12 +248,19 @@ def requiring_gradient(parameter: nn.Parameter) -> Iterator[None]:
                 parameter.requires_grad_(False)
 
 
-def _add(total: Tensor, grad: Tensor) -> None:
+def add_(total: Tensor, grad: Tensor) -> None:
     """total += grad; on a GPU by a kernel of our own where the formats differ, which torch adds at half the speed."""
     if total.is_cuda and total.dtype == torch.float32 and grad.dtype == torch.bfloat16:
         ops.accumulate_(total.view(-1), grad.reshape(-1), overwrite=False)
     else:
         total.add_(grad)
+
+
+def round_(total: Tensor, dtype: torch.dtype) -> None:
+    """Round an fp32 sum to `dtype`, where it lies."""
+    if total.dtype != dtype:
+        for part in total.view(-1).split(ROUNDED_AT_ONCE):
+            part.copy_(part.to(dtype))
 
 
 def _segments(layout: Layout) -> list[tuple[int, int]]:

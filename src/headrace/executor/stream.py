@@ -136,7 +136,7 @@ class Stream:
                     self.spec.units[block.unit], block.parameters, self.grad_place, visit.runs
                 ) as end:
                     yield
-                    self.note(visit.number, end())
+                    self.note(visit.number, end)
             else:
                 visit.number, visit.saved = self.number, Saved(self.current)
                 self.current.anchors.append(visit.anchor)
@@ -281,9 +281,6 @@ class Stream:
         except BaseException:
             self.abandon()
             raise
-        if self.weights_wanted:
-            units = build.contributes(self.spec, visit)
-            self.held.update(unit for unit in units if self.spec.units[unit].trained.entries)
         walk.leave()
         if walk.expected is None:
             walk.finish()
@@ -335,10 +332,15 @@ class Stream:
             self._walk = self.executor.start(program, notes)
         return self._walk
 
-    def note(self, number: int, value: Any) -> None:
-        """Tell the ops that follow a backward visit what it produced."""
-        assert self._walk is not None
-        self._walk.notes[number] = value
+    def note(self, number: int, end: Callable[[], Any]) -> None:
+        """Tell the ops that follow a backward visit what it produced, which `end` gives. Ctrl-C comes before or after:
+        what has arrived is known to be held, and can be dropped."""
+        assert self._walk is not None and self.backward_of is not None
+        with uninterrupted():
+            self._walk.notes[number] = end()
+            if self.weights_wanted:
+                units = build.contributes(self.spec, self.backward_of.visits[number])
+                self.held.update(unit for unit in units if self.spec.units[unit].trained.entries)
 
     @property
     def current(self) -> Pass:

@@ -188,6 +188,17 @@ class Trial:
         grown = max(1.0, hidden / max(1, self._hidden), part / max(1, self._part))
         return self._base + int((self.bound - self._base - UNSPLIT) * grown) + UNSPLIT
 
+    def spares(self, nbytes: int) -> bool:
+        """Whether the device has room for `nbytes` more that will stay; if so they are counted from now on."""
+        used, room = self.regions.device_bytes if self.bound is None else self.bound, self.regions.host_room
+        if self.budget is not None and used + nbytes > self.budget:
+            return False
+        if self.regions.device.type == "cpu" and room is not None and nbytes > room:
+            return False
+        if self.bound is not None:
+            self.bound, self._base = self.bound + nbytes, self._base + nbytes
+        return True
+
     def _fits(self, hidden: int, part: int) -> bool:
         """Whether the bound holds for hidden states of so many bytes, `part` of them at a time, in proportion where
         they are more than before: fewer rows may be longer."""

@@ -88,6 +88,7 @@ class Window:
         self._fn, self._batches = fn, batches
         count = len(batches)
         self._turns = [threading.Semaphore(0) for _ in range(count)]
+        self._ended = [threading.Event() for _ in range(count)]  # join, interrupted, takes a thread for ended
         self._waiting: dict[int, tuple[tuple[Any, _ThreadState], Any, Joint]] = {}
         self._results: dict[int, Any] = {}
         self._running = set(range(count))
@@ -104,17 +105,28 @@ class Window:
                              name=f"headrace-micro-batch-{number}")
             for number in range(len(self._batches))
         ]  # fmt: skip
+        begun = False
         try:
             with uninterrupted():  # those that have begun would wait for their turn for ever
                 for thread in threads:
                     thread.start()
                 self._turns[0].release()
-            for thread in threads:
-                while thread.is_alive():
-                    thread.join(0.5)  # returns often enough for Ctrl-C
+                begun = True
+            for ended in self._ended:
+                while not ended.wait(0.5):  # returns often enough for Ctrl-C
+                    pass
         except BaseException as error:
             self._error = self._error or error
-            for thread in threads:
+            if not begun:  # the system refused a thread
+                for turn in self._turns:
+                    turn.release()
+            # They compute on what the caller would go on with: another Ctrl-C changes nothing.
+            with contextlib.suppress(KeyboardInterrupt), uninterrupted():
+                for thread, ended in zip(threads, self._ended, strict=True):
+                    if thread.ident is not None:
+                        ended.wait()
+        for thread in threads:
+            if thread.ident is not None:
                 thread.join()
         _free_workspaces()
         met, self._error = self._error, None
@@ -139,6 +151,7 @@ class Window:
         finally:
             self._running.discard(number)
             self._pass_on(number)
+            self._ended[number].set()
 
     def meet(self, number: int, key: Any, item: Any, joint: Joint) -> Any:
         self._waiting[number] = ((key, _ThreadState.now()), item, joint)

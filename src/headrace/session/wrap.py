@@ -17,6 +17,7 @@ from headrace.base.events import EventLog
 from headrace.base.units import format_bytes
 from headrace.executor.actions import Actions
 from headrace.executor.executor import Executor
+from headrace.executor.gradient_places import sum_apart
 from headrace.executor.inputs import InputStore
 from headrace.executor.sink import Sink
 from headrace.executor.stream import Stream
@@ -288,7 +289,9 @@ def _open(
     if not limits.computes_bf16(device):
         widen(model, undo)
     taken = install(model, anatomy, stream, options, undo)
-    return Session(model, optimizer, options, anatomy, stream, values, taken, undo, events, budgets, decided)
+    session = Session(model, optimizer, options, anatomy, stream, values, taken, undo, events, budgets, decided)
+    sum_apart(stream, session._trial.spares)
+    return session
 
 
 def _set_threads(options: Options, device: torch.device, events: EventLog) -> None:

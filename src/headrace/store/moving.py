@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import replace
+
 from torch import Tensor
 
 from headrace.base.errors import PlanError
@@ -9,7 +12,6 @@ from headrace.base.units import format_bytes
 from headrace.spec.footprint import Place, places_of, round_up
 from headrace.spec.model import Unit
 from headrace.spec.placement import DEVICE, Placement
-from headrace.store.memory import DeviceArena
 from headrace.store.regions import Regions, typed
 
 REGIONS = ("weights", "state", "grads")
@@ -34,7 +36,7 @@ def cost_of_move(regions: Regions, after: Placement) -> tuple[int, int]:
 def move(regions: Regions, after: Placement) -> None:
     """Units that `after` places in host memory leave the device, and logs that it lacks are given up. Nothing else may
     be under way, nobody may use the units' weights, and no such log may be needed. Raises PlanError beyond the host's
-    budget; then nothing is changed."""
+    budget, and StoreError where the system refuses memory; then all is where it was."""
     leaving, (freed, taken) = _leaving(regions, after), cost_of_move(regions, after)
     room = regions.host_room
     if room is not None and taken:
@@ -43,26 +45,28 @@ def move(regions: Regions, after: Placement) -> None:
             what = f"moving {len(leaving)} blocks and tiles from the device needs more than host_memory leaves"
             raise PlanError(what, f"{format_bytes(taken)}, {format_bytes(max(room, 0))} are left",
                             "Raise host_memory, or use a smaller batch")  # fmt: skip
-    for unit in leaving:
-        for region in _only_there(regions, unit):
-            nbytes = unit.region_bytes(region)
-            _copy(regions, unit, region, regions.taking(nbytes, region).take(nbytes))
-        regions.copies.pop(unit.index, None)
-        for region in REGIONS:
-            arena = regions.near.pop((unit.index, region), None)
-            if arena is not None:
-                regions.device_change[region] -= arena.nbytes
-                arena.close()
-    for name in _given_up(regions, after):
-        arena = regions.grown.pop(name)
-        regions.device_change["logs"] -= arena.nbytes
-        del regions.places[name]
-        arena.close()
-    regions.forget_views()
     growing = list(_growing(regions, after))
+    with contextlib.ExitStack() as undo:  # all that is below may be refused by the system
+        undo.callback(regions.forget_views)
+        into = {(unit.index, region): _host(regions, unit.region_bytes(region), region, undo)
+                for unit in leaving for region in _only_there(regions, unit)}  # fmt: skip
+        held = {place.name: _host(regions, place.nbytes, place.region, undo)
+                for place in growing if place.tier != DEVICE}  # fmt: skip
+        for unit in leaving:
+            for region in REGIONS:
+                if (unit.index, region) in regions.near:
+                    _leave(regions, unit, region, into.get((unit.index, region)), undo)
+        for name in _given_up(regions, after):
+            nbytes = regions.places[name].numel()
+            regions.shrink(name, "logs")
+            undo.callback(regions.grow, Place(name, nbytes, DEVICE, "logs"))
+        for place in growing:
+            if place.tier == DEVICE:
+                _grow(regions, place, undo)
+        undo.pop_all()
+    regions.forget_views()
+    regions.places.update(held)
     regions.placement = after
-    for place in growing:
-        _grow(regions, place)
 
 
 def _leaving(regions: Regions, after: Placement) -> list[Unit]:
@@ -91,27 +95,55 @@ def _growing(regions: Regions, after: Placement) -> list[Place]:
     return found
 
 
-def _copy(regions: Regions, unit: Unit, region: str, into: Tensor) -> None:
-    """Let a region live in `into`, which is zero: also where the device's padding of gradients is not."""
-    home = regions.homes[unit.index, region]
-    pairs = [(into, home)]
-    if region == "grads":
-        pairs = list(zip(typed(into, unit.grads), typed(home, unit.grads), strict=True))
-    for target, source in pairs:
-        target.copy_(source)
-    regions.homes[unit.index, region] = into
+def _host(regions: Regions, nbytes: int, region: str, undo: contextlib.ExitStack) -> Tensor:
+    arena = regions.taking(nbytes, region)
+    undo.callback(regions.give_back, arena, region)
+    return arena.take(nbytes)
 
 
-def _grow(regions: Regions, place: Place) -> None:
-    """A place that is larger than the one there is."""
-    if place.tier != DEVICE:
-        regions.places[place.name] = regions.taking(place.nbytes, place.region).take(place.nbytes)
-        return
-    regions.places[place.name] = regions.device_arena.empty
-    old = regions.grown.pop(place.name, None)
-    if old is not None:
-        regions.device_change[place.region] -= old.nbytes
-        old.close()
-    arena = regions.grown[place.name] = DeviceArena(round_up(place.nbytes), regions.device)
-    regions.device_change[place.region] += arena.nbytes
-    regions.places[place.name] = arena.take(place.nbytes)
+def _leave(regions: Regions, unit: Unit, region: str, into: Tensor | None, undo: contextlib.ExitStack) -> None:
+    """Let a region live in `into`, which is zero: also where the device's padding of gradients is not. None: the device
+    has but a copy of it."""
+    key = unit.index, region
+    if into is None:
+        del regions.copies[unit.index]
+    else:
+        home = regions.homes[key]
+        pairs = [(into, home)]
+        if region == "grads":
+            pairs = list(zip(typed(into, unit.grads), typed(home, unit.grads), strict=True))
+        for target, source in pairs:
+            target.copy_(source)
+        regions.homes[key] = into
+    arena = regions.near.pop(key)
+    nbytes = arena.nbytes
+    regions.device_change[region] -= nbytes
+    arena.close()
+
+    def back() -> None:
+        there = regions.on_its_own(unit.index, region, regions.homes[key].numel())
+        regions.device_change[region] += nbytes
+        there.copy_(regions.homes[key])
+        if into is None:
+            regions.copies[unit.index] = there
+        else:
+            regions.homes[key] = there
+
+    undo.callback(back)
+
+
+def _grow(regions: Regions, place: Place, undo: contextlib.ExitStack) -> None:
+    """A place on the device that is larger than the one there is."""
+    before = regions.places.get(place.name)
+    own = None if before is None or place.name not in regions.grown else replace(place, nbytes=before.numel())
+    before = before if own is None else None  # it may go
+    regions.grow(place)
+
+    def back() -> None:
+        regions.shrink(place.name, place.region)
+        if own is not None:
+            regions.grow(own)
+        elif before is not None:
+            regions.places[place.name] = before
+
+    undo.callback(back)

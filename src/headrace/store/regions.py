@@ -20,7 +20,7 @@ from headrace.base.errors import PlanError
 from headrace.base.events import EventLog
 from headrace.base.units import format_bytes
 from headrace.codec.entries import unpack_into, unpacking
-from headrace.spec.footprint import Footprint, footprint, places_of, round_up
+from headrace.spec.footprint import Footprint, Place, footprint, places_of, round_up
 from headrace.spec.layout import Layout
 from headrace.spec.model import REST, ModelSpec, Unit
 from headrace.spec.placement import DEVICE, DISK, HOST, Placement
@@ -122,17 +122,17 @@ class Regions:
                     disk += round_up(nbytes)
                 elif nbytes or region == "weights":
                     if tier == DEVICE and own:
-                        self.homes[index, region] = self._on_its_own(index, region, nbytes)
+                        self.homes[index, region] = self.on_its_own(index, region, nbytes)
                         continue
                     parts = device_parts if tier == DEVICE else host_parts
                     parts.append((_keeper(self.homes, (index, region)), nbytes))
             if self.placement.weights[index] == DEVICE and home != DEVICE:
                 if own:
-                    self.copies[index] = self._on_its_own(index, "weights", unit.stored.nbytes)
+                    self.copies[index] = self.on_its_own(index, "weights", unit.stored.nbytes)
                 else:
                     device_parts.append((_keeper(self.copies, index), unit.stored.nbytes))
             if unit.kind == REST and state != DEVICE and unit.trained.entries:
-                self.places["r"] = self._on_its_own(index, "grads", unit.grads.nbytes)
+                self.places["r"] = self.on_its_own(index, "grads", unit.grads.nbytes)
                 host_parts.append((_keeper(self.places, "rest"), unit.trained_bytes))
         return disk
 
@@ -140,7 +140,8 @@ class Regions:
         """It lives on the device and may leave it."""
         return self._moves and unit.kind != REST and self.placement.weights[unit.index] == DEVICE
 
-    def _on_its_own(self, unit: int, region: str, nbytes: int) -> Tensor:
+    def on_its_own(self, unit: int, region: str, nbytes: int) -> Tensor:
+        """Device memory for a unit that may leave the device."""
         arena = self.near[unit, region] = DeviceArena(round_up(nbytes), self.device)
         return arena.take(round_up(nbytes))[:nbytes]
 
@@ -193,6 +194,27 @@ class Regions:
         arena = HostArena(round_up(nbytes), self._pin)
         self._extra.setdefault(region, []).append(arena)
         return arena
+
+    def give_back(self, arena: HostArena, region: str) -> None:
+        """Undo `taking`."""
+        self._extra[region].remove(arena)
+        arena.close()
+
+    def grow(self, place: Place) -> None:
+        """Let a place on the device be there, or be larger than the one that is, which nobody may use any more. Raises
+        StoreError where there is no memory; then nothing has changed."""
+        arena = DeviceArena(round_up(place.nbytes), self.device)
+        self.shrink(place.name, place.region)
+        self.grown[place.name], self.places[place.name] = arena, arena.take(place.nbytes)
+        self.device_change[place.region] += arena.nbytes
+
+    def shrink(self, name: str, region: str) -> None:
+        """A place on the device is not there any more, if it was; its memory is free where that was its own."""
+        self.places.pop(name, None)
+        arena = self.grown.pop(name, None)
+        if arena is not None:
+            self.device_change[region] -= arena.nbytes
+            arena.close()
 
     @property
     def device_bytes(self) -> int:
