@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,16 @@ def fast_collections() -> None:
     """Collections walk what tests of this file make, not the million objects of the libraries."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def logging_goes_on() -> Iterator[None]:
+    """Before 3.13 Python keeps the lock of all logging for ever where Ctrl-C comes just as it has taken it, and other
+    threads that log wait for it: tests of interrupts leave none behind."""
+    yield
+    lock = getattr(logging, "_lock")  # noqa: B009
+    while lock._is_owned():
+        lock.release()
 
 
 def _folder(item: pytest.Item) -> str:
