@@ -24,12 +24,18 @@ from headrace.optim.ledger import Ledger
 from headrace.schedule.build import undo
 
 
-def test_ctrl_c_between_two_ops_waits_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def stack() -> tuple[Any, Any, nn.Module, torch.Tensor]:
+    """(a wrapped stack, its optimizer, the same stack as it was, inputs)."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
     plain, x = copy.deepcopy(model), torch.randn(3, 8)
     tiers = {"weights": "host", "state": "host"}
-    model, optimizer = headrace.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), device="cpu", placement=tiers)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    return *headrace.wrap(model, sgd, device="cpu", placement=tiers), plain, x
+
+
+def test_ctrl_c_between_two_ops_waits_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, plain, x = stack()
     with headrace.session(model) as session:
         model(x).square().sum().backward()
         submit, count = ThreadLane.submit, 0
@@ -61,11 +67,7 @@ def test_ctrl_c_between_two_ops_waits_for_the_rest(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("place", ["forward", "backward", "given up"])
 def test_ctrl_c_in_the_middle_of_a_pass(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     """While its ops are queued, or while the rest of it is given up: the next pass finds the lanes free, and trains."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
-    plain, x = copy.deepcopy(model), torch.randn(3, 8)
-    tiers = {"weights": "host", "state": "host"}
-    model, optimizer = headrace.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), device="cpu", placement=tiers)
+    model, optimizer, plain, x = stack()
     with headrace.session(model) as session:
         loss = model(x).square().sum() if place == "backward" else None
         owner, name = (Walk, "abandon") if place == "given up" else (ThreadLane, "submit")
