@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
-SOURCE = Path(__file__).resolve().parents[1] / "src"
-STEPS = ("--steps", "6", "--warm-up", "8", "--no-rates", "--json")
+from runs import aligned, in_turn
+
+STEPS = ("--steps", "6", "--warm-up", "8", "--no-rates")
 CASES = {
     "full, RAM": "4b --layers 12 --card 8GiB --placement host --work 8x1024 --work 32x1024@1e9 --work 4*8x1024",
     "LoRA nf4": "7b --layers 14 --card 10GiB --lora 16 --quantize nf4 --work 4x2048 --work 1x2048",
@@ -30,7 +27,7 @@ CASES = {
     "LoRA bf16, auto": "4b --card 24GiB --lora 16 --set batch_shape=[4,2048] --work 4x2048",
     "full, not compiled": "1.5b --layers 14 --card 8GiB --placement host --no-compile --work 8x1024",
 }
-LONGEST = 150
+LONGEST = 150.0
 """Seconds of one case."""
 FIGURES = {"seconds": ("s", 1.0, 0.10), "device_bytes": ("GiB", 2**30, 0.03), "host_bytes": ("GiB", 2**30, 0.03)}
 """Unit, its size, and the error that is aimed at."""
@@ -43,22 +40,6 @@ def options() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=7.5, help="no case begins, or goes on, beyond so many")
     parser.add_argument("--read", type=Path, help="show what an earlier run has written, and run nothing")
     return parser.parse_args()
-
-
-def measured(command: str, seconds: float) -> dict[str, Any]:
-    """The report of one case; {"error": its last words} where there is none."""
-    words = [sys.executable, "-m", "headrace", "bench", *command.split(), *STEPS, "--timeout", str(max(1, seconds))]
-    path = os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=seconds + 60,
-                              env={**os.environ, "PYTHONPATH": path})  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return {"error": f"no end after {seconds + 60:.0f} s", "works": []}
-    try:
-        report: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])
-    except ValueError:
-        return {"error": " | ".join((done.stdout + done.stderr).strip().splitlines()[-4:]), "works": []}
-    return report
 
 
 def row(case: str, work: dict[str, Any]) -> list[str]:
@@ -81,10 +62,7 @@ def table(reports: dict[str, dict[str, Any]]) -> str:
     works = [(case, work) for case, report in reports.items() for work in report["works"]]
     rows = [heads, *(row(case, work) for case, work in works)]
     rows += [[case, "-", "FAILED: " + report["error"]] for case, report in reports.items() if "error" in report]
-    widths = [max(len(each[at]) for each in rows if len(each) == len(heads)) for at in range(len(heads))]
-    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(each, widths, strict=False)) + " |"
-             for each in rows]  # fmt: skip
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    lines = aligned(rows)
     lines.append("")
     for name, (_, _, aim) in FIGURES.items():
         errors = [work["predicted"][name]["error"] for _, work in works if "error" not in work]
@@ -101,17 +79,8 @@ def main() -> None:
     if asked.read is not None:
         print(table(json.loads(asked.read.read_text())))
         return
-    end, reports = time.monotonic() + 60 * asked.minutes, dict[str, dict[str, Any]]()
-    for case in asked.cases:
-        left = end - time.monotonic()
-        if left < 30:
-            print(f"no time is left for {case}", flush=True)
-            continue
-        began = time.monotonic()
-        reports[case] = measured(CASES[case], min(LONGEST, left))
-        print(f"{case}: {time.monotonic() - began:.0f} s", flush=True)
-        if asked.output is not None:
-            asked.output.write_text(json.dumps(reports, indent=1))
+    cases = {name: CASES[name] for name in asked.cases}
+    reports = in_turn(cases, STEPS, dict.fromkeys(CASES, LONGEST), asked.minutes, asked.output)
     print(table(reports))
 
 
