@@ -61,6 +61,14 @@ def test_a_model_that_fits_on_the_device() -> None:
     assert peaks(subject, placement, work, H200).device_bytes / GIB == pytest.approx(25.7, rel=0.03)
 
 
+def test_the_threads_of_a_window_take_memory_of_the_driver() -> None:
+    """60 MiB for each of 16 micro-batches, 12.1 GiB where torch had 10.3; one micro-batch needs no thread."""
+    subject, one = subject_of("1.5b", SHAPES["1.5b"]), Work(8, 1024)
+    subject, placement = placed(subject, one, Budgets(125 * GIB, 110 * GIB, None, False), "auto")
+    alone, window = (peaks(subject, placement, replace(one, micro_batches=n), H200).device["driver"] for n in (1, 16))
+    assert alone == H200.calibration.context_bytes and window == alone + 16 * (60 << 20)
+
+
 def test_the_arithmetic_is_that_of_the_bench() -> None:
     """The model FLOPs of a step of 8192 tokens, as the report of the recorded run has them."""
     work, model = Work(8, 1024), subject_of("4b", SHAPES["4b"])

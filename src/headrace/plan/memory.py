@@ -43,7 +43,8 @@ def peaks(
     if profile.shared:
         host["device"] = sum(device.values())
     else:
-        device["driver"] = constants.context_bytes
+        threads = work.micro_batches if work.micro_batches > 1 else 0
+        device["driver"] = constants.context_bytes + threads * constants.thread_bytes
         if subject.uses_rows and sent:
             host["rows"] = int(constants.host_rows * hidden)
     return Peaks(device, host, dict(need.disk))

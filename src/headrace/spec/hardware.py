@@ -103,6 +103,8 @@ class Calibration:
 
     context_bytes: int = 868_220_928
     """Device memory of the driver and of libraries, outside torch's allocator."""
+    thread_bytes: int = 60 << 20
+    """More of it for each micro-batch of a window: its thread gets handles of its own from CUDA's libraries."""
     host_base_bytes: int = 2_150_000_000
     """RAM of Python, torch and CUDA, outside the arenas."""
     host_rows: float = 0.0
