@@ -56,6 +56,12 @@ def by_bitsandbytes(name: str, value: Tensor, codec: str) -> dict[str, Tensor]:
     return tensors
 
 
+def in_16_bits(name: str, value: Tensor, codec: str) -> dict[str, Tensor]:
+    """The same with bnb_4bit_quant_storage=bfloat16, as FSDP wants it: two bytes of codes are a number."""
+    tensors = by_bitsandbytes(name, value, codec)
+    return {**tensors, name: tensors[name].view(-1).view(torch.bfloat16).view(-1, 1)}
+
+
 def in_tiles(name: str, value: Tensor, codec: str) -> dict[str, Tensor]:
     found = parts("fp8", value)
     return {name: found["codes"].view(value.shape), f"{name}_scale_inv": found["scales"][0]}
@@ -65,6 +71,7 @@ WAYS: dict[str, tuple[Callable[[str, Tensor, str], dict[str, Tensor]], str, dict
     "nf4": (by_bitsandbytes, "nf4", NF4),
     "nf4, blocks of 128": (by_bitsandbytes, "nf4/128", NF4),
     "nf4, double": (by_bitsandbytes, "nf4+double", {**NF4, "bnb_4bit_use_double_quant": True}),
+    "nf4 in tensors of bf16": (in_16_bits, "nf4", {**NF4, "bnb_4bit_quant_storage": "bfloat16"}),
     "fp8": (in_tiles, "fp8", FP8),
 }
 

@@ -20,11 +20,12 @@ from headrace.codec.packed import views
 from headrace.kernels.code_tables import dynamic_values, nf4_values
 from headrace.model.packed_files import METHOD, InFiles, PackedFolder
 from headrace.model.quantised import entry_of, park_packed
-from headrace.spec.codecs import NESTED_BLOCK, codec_named
+from headrace.spec.codecs import NESTED_BLOCK, Part, codec_named
 from headrace.spec.layout import Entry
 
 if TYPE_CHECKING:
     from headrace.files.safetensors import TensorReader
+    from headrace.files.safetensors.header import TensorEntry
     from headrace.model.conversion import ConversionPlan
 
 STATE = ".quant_state.bitsandbytes__"
@@ -108,10 +109,13 @@ class PackedParts(InFiles):
         codec = codec_named(self._parts.codec)
         out = torch.zeros(codec.nbytes(self.entry.shape), dtype=torch.uint8)
         for part, view in views(codec, self.entry.shape, out).items():
-            if part in self._parts.keys:
-                view.copy_(self._reader.read(self._parts.keys[part]).view(view.shape))
-            else:
+            if part not in self._parts.keys:
                 view.fill_(self._parts.offset)
+                continue
+            value = self._reader.read(self._parts.keys[part])
+            if part == "codes":  # bytes, whatever format the file calls them
+                view, value = view.view(torch.uint8), value.view(torch.uint8)
+            view.copy_(value.view(view.shape))
         return out
 
 
@@ -208,11 +212,19 @@ def _checked(reader: TensorReader, parts: Parts) -> Parts:
             if entry is None:
                 raise FormatError(f"{parts.keys['codes']} lacks its {part.name}", f"there is no tensor {key}, {wanted}",
                                   "Download the model again")  # fmt: skip
-            fits = torch.Size(entry.shape).numel() == torch.Size(part.shape).numel()
-            narrower = part.dtype == "float32" and entry.dtype in (torch.bfloat16, torch.float16)
-            if not fits or not (narrower or str(entry.dtype) == f"torch.{part.dtype}"):
+            if not _fits(entry, part):
                 raise FormatError(
                     f"{key} does not belong to a weight of {list(parts.shape)}",
                     f"{entry.dtype} of {list(entry.shape)}, wanted {wanted}", "Download the model again",
                 )  # fmt: skip
     return parts
+
+
+def _fits(entry: TensorEntry, part: Part) -> bool:
+    """Whether a tensor of a file can be read as a part. bitsandbytes puts codes into tensors of any format that it is
+    told (bnb_4bit_quant_storage), and scales may be narrower."""
+    if part.name == "codes" and part.dtype == "uint8":
+        return entry.nbytes == part.nbytes
+    narrower = part.dtype == "float32" and entry.dtype in (torch.bfloat16, torch.float16)
+    same = narrower or str(entry.dtype) == f"torch.{part.dtype}"
+    return same and torch.Size(entry.shape).numel() == torch.Size(part.shape).numel()
