@@ -13,7 +13,8 @@ import torch
 
 import headrace
 import tiny_checkpoints as tiny
-from against_plain import adamw, assert_equal, batch, hf_loss, llama, toy, toy_loss, weights
+from adapted import lora
+from against_plain import adamw, assert_equal, batch, hf_loss, llama, streamed, toy, toy_loss, weights
 from headrace import ModelError, StoreError, load_model
 from quantised_models import every
 
@@ -118,3 +119,22 @@ def test_a_norm_whose_takeover_another_library_removed_stopped_the_unwrap() -> N
     del model.norm.forward
     headrace.unwrap(wrapped)
     toy_loss(model, batch()).backward()
+
+
+@pytest.mark.parametrize("way", ["wrap", "quantize_model"])
+def test_adapters_were_quantised_with_the_base(way: str) -> None:
+    """One that is not in use is frozen too, as references are in preference training; quantize_model took them all."""
+    pytest.importorskip("peft")
+    model = lora(llama(2), "first", target_modules=["q_proj"], modules_to_save=["mlp"])
+    model = lora(model, "second", seed=2)
+    before = {name: value for name, value in weights(model).items() if ".first." in name or ".second." in name}
+    assert {n for n, p in model.named_parameters() if p.requires_grad} < before.keys()
+    if way == "wrap":
+        with streamed(model, adamw, quantize=every("nf4")) as (ours, _):
+            assert any(unit.compressed for unit in headrace.session(ours).spec.units)
+            after = weights(ours)
+    else:
+        trained = [name for name, p in model.named_parameters() if p.requires_grad]
+        after = weights(headrace.quantize_model(model, every("nf4")))
+        assert [name for name, p in model.named_parameters() if p.requires_grad] == trained
+    assert_equal({name: after[name] for name in before}, before)

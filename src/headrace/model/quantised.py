@@ -22,6 +22,7 @@ from headrace.base.units import format_bytes
 from headrace.codec.entries import error_of, pack, unpack
 from headrace.model.blocks import Stack, find_blocks
 from headrace.model.parked import WeightValue, is_parked, park, placeholder
+from headrace.model.resident import of_adapters
 from headrace.spec.codecs import codec_named
 from headrace.spec.formats import itemsize
 from headrace.spec.layout import Entry
@@ -78,9 +79,10 @@ class Losses:
 
 
 def candidates(model: nn.Module, stacks: Sequence[Stack]) -> Iterator[Candidate]:
-    """Weights of linear layers in blocks, and stacks of matrices (fused experts) in modules of other kinds."""
+    """Weights of linear layers in blocks, and stacks of matrices (fused experts) in modules of other kinds; nothing
+    that an adapter holds, which keeps its precision also while it is frozen beside another one."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    seen: set[int] = set()
+    seen = {id(parameter) for _, _, parameter in of_adapters(model)}
     for stack in stacks:
         for position, block in enumerate(stack.blocks):
             for module in block.modules():

@@ -36,11 +36,13 @@ NOTHING = Resident()
 def adapters(model: nn.Module) -> dict[int, str]:
     """Parameters that layers of peft add to a frozen one: the name of their adapter, by id. Copies of whole modules
     (`modules_to_save`) are no such parameters."""
-    found: dict[int, str] = {}
+    return {id(parameter): name for kind, name, parameter in of_adapters(model) if kind != "modules_to_save"}
+
+
+def of_adapters(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """What adapters of peft hold, in use or not: (where a layer keeps it, name of its adapter, parameter)."""
     for module in model.modules():
         for attribute in getattr(module, "adapter_layer_names", ()):
-            if attribute == "modules_to_save":
-                continue
             try:
                 held = operator.attrgetter(attribute)(module)
             except AttributeError:  # a kind of adapter that this layer does not have
@@ -48,8 +50,7 @@ def adapters(model: nn.Module) -> dict[int, str]:
             if isinstance(held, (nn.ModuleDict, nn.ParameterDict)):
                 for name, part in held.items():
                     parameters = part.parameters() if isinstance(part, nn.Module) else [part]
-                    found.update((id(p), name) for p in parameters if isinstance(p, nn.Parameter))
-    return found
+                    yield from ((attribute, name, p) for p in parameters if isinstance(p, nn.Parameter))
 
 
 def find(
