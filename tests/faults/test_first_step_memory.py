@@ -14,6 +14,7 @@ import torch
 import headrace
 from against_plain import adamw, batch, hf_loss, llama, streamed
 from headrace.executor import trial
+from headrace.model.visit import BlockVisit
 from headrace.spec.model import BLOCK
 from headrace.spec.placement import KEEP, RECOMPUTE
 
@@ -53,9 +54,17 @@ def test_kept_graphs_are_tried_with_one_run(
     alive: list[int], monkeypatch: pytest.MonkeyPatch, rows: int | None, parts: tuple[int, ...], most: int
 ) -> None:
     """Those of a whole window may be far more than fits: their size follows from that of the largest run."""
-    found = list[int]()
+    found, ran = list[int](), list[bool]()
+    again = BlockVisit.again
+
+    def noted(self: BlockVisit, *given: Any) -> Any:
+        ran.append(given[-1] is self.block.kept)
+        return again(self, *given)
+
+    monkeypatch.setattr(BlockVisit, "again", noted)
+    monkeypatch.setattr(torch, "compile", lambda forward, **options: forward)
     monkeypatch.setattr(trial.Trial, "_activations", lambda self, hidden, kept, others: found.append(kept) or 0)
-    with streamed(llama(3), adamw, rows=rows) as (ours, _):
+    with streamed(llama(3), adamw, rows=rows, compile=True) as (ours, _):
         session = headrace.session(ours)
         ways = tuple(KEEP if unit.kind == BLOCK and unit.index > 1 else RECOMPUTE for unit in session.spec.units)
         assert ways.count(KEEP) == 2
@@ -63,6 +72,7 @@ def test_kept_graphs_are_tried_with_one_run(
         window = [batch(count, 9, seed=count, vocabulary=257) for count in parts]
         headrace.accumulate(lambda ids: hf_loss(ours, ids), window).backward()
     assert alive and max(alive) == most and set(found) == {PER_ROW * sum(parts)}
+    assert any(ran), "what is measured is compiled as what will be kept"
 
 
 def test_what_the_first_step_has_left_returns_once(alive: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

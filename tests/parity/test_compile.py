@@ -321,7 +321,7 @@ def test_a_run_without_memory_is_not_the_compilers_fault(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch, "compile", compile)
     told = list[str]()
-    run, _ = compiled.Compiler(torch.device("cpu"), lambda *text: told.extend(text)).compile(Doubling(), lambda: False)
+    run, *_ = compiled.Compiler(torch.device("cpu"), lambda *text: told.extend(text)).compile(Doubling())
     with pytest.raises(torch.OutOfMemoryError, match=r"2\.00 GiB"):
         run(torch.ones(3))
     assert ran == ["compiled"]

@@ -41,25 +41,22 @@ class Compiler:
         none, and makes several."""
         self._replays = Replays()
 
-    def compile(self, module: nn.Module, keeps: Callable[[], bool]) -> tuple[Forward, Forward]:
-        """What to call in place of `module.forward`: in a forward, and in the recompute of a backward. `keeps`: whether
-        the graph of a forward that begins now is kept."""
+    def compile(self, module: nn.Module) -> tuple[Forward, Forward, Forward]:
+        """What to call in place of `module.forward`: in a forward whose graph is let go, in one whose graph is kept,
+        and in the recompute of a backward."""
         eager: Forward = module.forward
         ways = {
             WHOLE: torch.compile(eager, backend=self._replays.backend, fullgraph=True),
             PARTS: torch.compile(eager, backend=lower),
         }
-        recomputed = functools.partial(self._run, (type(module), False), eager, ways)
+        run = functools.partial(self._run, (type(module), False), eager, ways)
         kept = functools.partial(self._run, (type(module), True), eager, ways)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return (kept if keeps() else recomputed)(*args, **kwargs)
 
         def again(*args: Any, **kwargs: Any) -> Any:
             with self._replays:
-                return recomputed(*args, **kwargs)
+                return run(*args, **kwargs)
 
-        return run, again
+        return run, kept, again
 
     def _run(
         self, which: tuple[type[nn.Module], bool], eager: Forward, ways: dict[str, Forward], *args: Any, **kwargs: Any

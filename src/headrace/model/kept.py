@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def largest_graph(visit: BlockVisit, tensors: Sequence[Tensor], needs: Sequence[bool]) -> tuple[object, float]:
     """(what the largest run of a visit that recomputes would keep instead, alive for as long as this is, the size of
-    all its runs relative to that one). Of a compiled block it is what its uncompiled forward keeps, which is more."""
+    all its runs relative to that one)."""
     runs, start = [], 0
     for call, count in zip(visit.calls, visit.counts, strict=True):
         given, start = (tensors[start : start + count], needs[start : start + count]), start + count
@@ -25,7 +25,7 @@ def largest_graph(visit: BlockVisit, tensors: Sequence[Tensor], needs: Sequence[
             runs.append((elements * (last - first) / (call.batch or 1), call, slice_, given))
     most, call, slice_, given = max(runs, key=lambda run: run[0])
     with weights_as_handles(visit.block.parameters):
-        graph = visit.again(call, slice_, *given, visit.block.original)
+        graph = visit.again(call, slice_, *given, visit.block.kept)
     return graph, sum(size for size, *_ in runs) / max(most, 1)
 
 

@@ -41,6 +41,8 @@ class Block:
     """Its forward as it was."""
     run: Callable[..., Any]
     """What training runs: the original, or the compiled one."""
+    kept: Callable[..., Any]
+    """The same where the graph stays until the backward."""
     again: Callable[..., Any]
     """The same for a recompute, whose results are not read."""
     parameters: list[nn.Parameter]
@@ -207,8 +209,9 @@ class BlockVisit:
     def _guarded(self, call: Call, inputs: list[Tensor]) -> Packed:
         """Run once, and notice a forward that writes into its arguments: it gets copies from then on, and what it wrote
         is among its results."""
+        forward = self.block.kept if self.keeps else self.block.run
         if self.block.inputs_change is False:
-            product = self._run(call, inputs, self.block.run)
+            product = self._run(call, inputs, forward)
             if product.written:
                 raise StepError(
                     f"{self.block.name} wrote into an argument, which it did not do in its first call",
@@ -217,7 +220,7 @@ class BlockVisit:
                 )
             return product
         copies = [tensor.clone() for tensor in inputs]
-        product = self._run(call, copies, self.block.run)
+        product = self._run(call, copies, forward)
         if self.block.inputs_change is None:
             refuse_unseen(self.block.name, inputs, copies, product)
             self.block.inputs_change = bool(product.written)

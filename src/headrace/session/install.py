@@ -52,11 +52,10 @@ def install(
     for unit, module in anatomy.blocks.items():
         _plain_calls(module, stream)
         name, forward = stream.spec.units[unit].name, module.forward
-        keeps = functools.partial(_keeps, stream, unit)
-        run, again = compiler.compile(module, keeps) if options.compile else (forward, forward)
+        run, kept, again = compiler.compile(module) if options.compile else (forward, forward, forward)
         if attention is not None:
-            run, again = attention.around(run), attention.around(again)
-        block = Block(unit, name, module, forward, run, again, anatomy.of_unit(unit), list(anatomy.shared[unit]))
+            run, kept, again = attention.around(run), attention.around(kept), attention.around(again)
+        block = Block(unit, name, module, forward, run, kept, again, anatomy.of_unit(unit), list(anatomy.shared[unit]))
         block.products = places.get(unit, ())
         taken.append(TakenBlock(stream, block))
         for parameter in block.parameters:
@@ -100,10 +99,6 @@ def _stored_products(
 
 def _blocks(stream: Stream) -> int:
     return sum(unit.kind == BLOCK for unit in stream.spec.units)
-
-
-def _keeps(stream: Stream, unit: int) -> bool:
-    return stream.placement.keeps(unit)
 
 
 def _mark(parameter: nn.Parameter, name: str, value: object, undo: list[Callable[[], None]]) -> None:
