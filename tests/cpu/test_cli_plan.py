@@ -72,6 +72,11 @@ def test_what_does_not_fit_is_told_by_how_much() -> None:
     assert not any(each["fits"] for each in none.values())
     text = run("plan", "70b", "--gpu", "3050", "--ram", "16GB", "--why", code=1)
     assert "of host memory short" in text and "lacks least" in text
+    low = [*DESKTOP, "--device-memory", "1.3GiB"]
+    text = run("plan", "1b", *low, "--host-memory", "2GiB", code=1)
+    assert re.search(r"full, AdamW +[\d.]+ [GM]iB of device memory and [\d.]+ GiB of host memory short  -", text)
+    text = run("plan", "1b", *low, code=1)
+    assert re.search(r"\nLoRA r=16, bf16 base +[\d.]+ [GM]iB of device memory short +768 +-", text)
     (name,) = re.findall(r"The largest shape that fits instead is (\w+): QLoRA", text)
     assert as_json(name, "--gpu", "RTX 3050 8GB", "--ram", "16GB")["qlora"]["fits"]
 
@@ -190,6 +195,14 @@ def test_models_that_cannot_be_looked_at(tmp_path: Path, monkeypatch: pytest.Mon
     (code / "config.json").write_text("{")
     assert "cannot be read" in run("plan", str(code), *DESKTOP, code=1)
 
+    def lacks_a_package(*given: Any, **named: Any) -> None:
+        raise ImportError("\nThis model requires the timm library.\n")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", lacks_a_package)
+    folder = config_folder(tmp_path / "model", transformers.LlamaConfig(**SIZES))
+    text = run("plan", str(folder), *DESKTOP, code=1)
+    assert "without more packages" in text and "requires the timm library." in text
+
 
 def test_mistakes_in_the_flags_are_told_together() -> None:
     text = run("plan", "1b", "--gpu", "4090", "--ram", "much", "--pcie", "9x3", "--disk", "fast", code=2)
@@ -199,6 +212,9 @@ def test_mistakes_in_the_flags_are_told_together() -> None:
     assert "nearest: RTX 4090" in run("plan", "1b", "--gpu", "RTX 4099", "--ram", "64GB", code=1)
     assert "positions" in run("plan", "1b", *DESKTOP, "--sequence-length", "200000", code=2)
     assert "there is no folder" in run("plan", "1b", *DESKTOP, "--plot", "/nowhere/at/all.svg", code=2)
+    assert "say how fast its disk is" in run("plan", "1b", *DESKTOP, "--disk-dir", "/fast", code=2)
+    text = run("plan", "1b", *DESKTOP, "--ram-rate", "1..2GB/s", "--disk", "7/0GB/s", code=2)
+    assert "use GB/s, as in 60GB/s" in text and "or 7/5GB/s to read and to write" in text
     assert "RTX 3060 12GB" in run("plan", "1b", "--cards")
 
 

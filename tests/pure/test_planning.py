@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,9 +13,10 @@ import pytest
 
 from headrace.base.errors import FormatError, OptionError
 from headrace.plan.cards import CARDS, card_named, machine
-from headrace.plan.choice import Point
+from headrace.plan.choice import Point, Wanted
 from headrace.plan.memory import peaks
 from headrace.plan.modes import MODES, RANK, adapters
+from headrace.plan.outlook import Asked, Outlook, budgets_of, outlook, upgrades
 from headrace.plan.place import Budgets
 from headrace.plan.search import Search
 from headrace.plan.shapes import SHAPES, subject_of
@@ -58,6 +60,12 @@ def test_cards_are_many_and_found_by_what_people_call_them() -> None:
         assert 10 < card.tflops < 1000 and 200 < card.bandwidth < 5000
     assert card_named("NVIDIA GeForce RTX 4090").name == card_named("4090").name == "RTX 4090"
     assert card_named("rtx3060").name == "RTX 3060 12GB"
+    assert card_named("RTX 4090 24GB").name == card_named("4090-24gb").name == "RTX 4090"
+    assert card_named("RTX 3080 12 GiB").name == "RTX 3080 12GB" and card_named("H200 141GB").name == "H200"
+    with pytest.raises(OptionError, match="nearest: RTX 3090;"):
+        card_named("RTX 3090 12GB")
+    with pytest.raises(OptionError, match="A100 40GB, A100 80GB"):
+        card_named("A100-SXM4-80GB")
     with pytest.raises(OptionError, match="RTX 3080 10GB, RTX 3080 12GB"):
         card_named("RTX 3080")
     with pytest.raises(OptionError, match="RTX 4090"):
@@ -131,12 +139,90 @@ def test_more_memory_is_never_slower_and_never_shortens_rows() -> None:
 def test_what_is_lacking_is_told_to_the_byte() -> None:
     subject, work = MODES[0].subject(subject_of("8b", SHAPES["8b"])), Work(1, 1024)
     budgets = Budgets(24 * GIB, 64 * GIB, None, False)
-    short, tier = Search(subject, DESKTOP, budgets).shortfall(work)
-    assert tier == HOST and short > 0
-    enough = Search(subject, DESKTOP, replace(budgets, host=budgets.host + short))
+    short = Search(subject, DESKTOP, budgets).shortfall(work)
+    assert list(short) == [HOST] and short[HOST] > 0
+    enough = Search(subject, DESKTOP, replace(budgets, host=budgets.host + short[HOST]))
     choice = enough.best(work)
-    assert choice is not None and choice.peaks.host_bytes <= budgets.host + short
-    assert Search(subject, DESKTOP, replace(budgets, host=budgets.host + short - 1)).best(work) is None
+    assert choice is not None and choice.peaks.host_bytes <= budgets.host + short[HOST]
+    assert Search(subject, DESKTOP, replace(budgets, host=budgets.host + short[HOST] - 1)).best(work) is None
+
+
+@pytest.mark.parametrize(
+    "name, mode, ram, device, asked",
+    [
+        ("0.5b", "full-bf16-moments", 7.2, 1.2, Asked(7000, 3, 4, True)),  # both tiers lack something
+        ("1.5b", "full", 4.3, None, Asked(1000, 8)),  # without clipping it lacks less
+        ("0.5b", "qlora", 26.7, 1.2, Asked(512, 8, 1, True)),  # rows at once need fewer hidden states than one by one
+        ("1b", "lora", 3.0, 1.5, Asked(2048)),
+    ],
+)
+def test_a_machine_with_what_is_lacking_is_enough(
+    name: str, mode: str, ram: float, device: float | None, asked: Asked
+) -> None:
+    """RAM, card and what was asked for grow by what each lacks: it fits; by 8 KiB less of one of them: it does not."""
+    way, base = next(each for each in MODES if each.name == mode), subject_of(name, SHAPES[name])
+    limit = None if device is None else int(device * GIB)
+
+    def with_more(lacks: Mapping[str, int]) -> Outlook:
+        profile = machine(card_named("RTX 3080 10GB"), int(ram * 1e9) + lacks.get(HOST, 0))
+        room = replace(profile.memory, device_free=profile.memory.device_free + lacks.get(DEVICE, 0))
+        profile = replace(profile, memory=room)
+        limits = None if limit is None else limit + lacks.get(DEVICE, 0)
+        return outlook(way, base, profile, budgets_of(profile, limits), asked)
+
+    found = with_more({})
+    assert not found.fits and found.shortfall == sum(found.lacks.values()) > 0
+    then = with_more(found.lacks)
+    assert then.fits and then.lacks == {} and then.max_context >= asked.sequence
+    for tier in found.lacks:
+        assert not with_more({**found.lacks, tier: found.lacks[tier] - 8192}).fits
+
+
+def test_rows_that_fit_are_no_longer_than_the_longest() -> None:
+    """Also rows that are no multiple of what is searched by, and where only short rows fit."""
+    base, profile = subject_of("1b", SHAPES["1b"]), machine(card_named("RTX 3080 10GB"), 64 * 10**9)
+    way, budgets = MODES[4], budgets_of(profile, int(1.9 * GIB))
+    found = outlook(way, base, profile, budgets, Asked(300))
+    longest = found.max_context
+    assert found.fits and outlook(way, base, profile, budgets, Asked(longest)).fits
+    between = next(length for length in range(longest + 255, longest, -1) if Search(
+        found.subject, profile, budgets, Wanted(compiled=False)).fits(Work(1, length)))  # fmt: skip
+    assert outlook(way, base, profile, budgets, Asked(between)).max_context == between > longest
+    short = replace(budgets, device=int(1.1 * GIB))
+    assert 0 < outlook(way, base, profile, short, Asked(1024)).max_context < 256
+
+
+def test_a_larger_card_does_not_make_adapters_slower() -> None:
+    """The base fits it, and few activations beside it: then more of these are kept where the base stays in RAM."""
+    base, seconds = subject_of("3b", SHAPES["3b"]), []
+    for gib in (6, 9):
+        profile = machine(replace(card_named("RTX 3060 12GB"), gigabytes=2 * gib), 13 * 10**9)
+        found = outlook(MODES[4], base, profile, budgets_of(profile, gib * GIB), Asked(64, 4, 4))
+        assert found.choice is not None
+        seconds.append(found.choice.step.seconds)
+    assert seconds[1] <= seconds[0] * 1.001
+
+
+def test_a_batch_that_is_no_better_does_not_hide_larger_ones() -> None:
+    """With 32 rows some blocks leave the card, with 64 that is made up for."""
+    base, card = subject_of("1b", SHAPES["1b"]), card_named("RTX A4500")
+    ssd = DiskRates("", "", 7e9, 7e9, 7e9, 10**12)
+    profile = machine(card, 27_624_210_155, ssd)
+    found = outlook(MODES[1], base, profile, budgets_of(profile), Asked(64, micro_batches=4))
+    search = Search(found.subject, profile, budgets_of(profile), Wanted(compiled=False))
+    larger = search.best(Work(64, 64, 4))
+    assert found.choice is not None and larger is not None
+    assert found.choice.tokens_per_second >= larger.tokens_per_second / 1.05
+
+
+def test_a_disk_is_the_upgrade_where_none_is_used() -> None:
+    """All weights of 8 B on 24 GB of RAM: no RAM that is sold with such a board would do, a disk does."""
+    base, profile = subject_of("8b", SHAPES["8b"]), machine(card_named("RTX 3090"), 24 * 10**9)
+    asked = Asked(1024, 4)
+    now = outlook(MODES[0], base, profile, budgets_of(profile), asked)
+    better = upgrades(MODES[0], base, profile, asked, now)
+    assert not now.fits and better is not None
+    assert better.what.startswith("a disk that it may use (reads 2 GB/s, 2 TB free)") and better.outlook.fits
 
 
 def test_parts_of_the_blocks_on_a_faster_tier() -> None:

@@ -70,7 +70,11 @@ def load_model(
     reader = None if random_weights else (packed and packed.open(place)) or _open_weights(place)
     try:
         config.dtype = _pick_dtype(dtype, config, reader)
-        model = _build_empty(config, trust_remote_code, implementations)
+        try:
+            model = _build_empty(config, trust_remote_code, implementations)
+        except ImportError as error:
+            raise ModelError(f"{folder_or_id} cannot be built without more packages", " ".join(str(error).split()),
+                             "Install what is named, and try again") from error  # fmt: skip
         _attach_source(model, reader, events, packed)
         if precision is not None:
             mark(model, precision, events)

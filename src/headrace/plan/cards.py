@@ -82,20 +82,19 @@ CARDS = tuple(
 
 
 def card_named(text: str) -> Card:
-    """The card that `text` names: "RTX 3080 10GB", "rtx3080", "4090". Raises OptionError with the nearest names."""
-    wanted = _plain(text)
-    plain = {_plain(card.name): card for card in CARDS}
-    short = {re.sub(r"^rtx", "", name): card for name, card in plain.items()}
-    if wanted in plain or wanted in short:
-        return plain.get(wanted) or short[wanted]
-    sized = [card for card in CARDS if _plain(re.sub(r" \d+GB$", "", card.name)) in (wanted, f"rtx{wanted}")]
-    if len(sized) == 1:
-        return sized[0]
-    near = [card.name for card in sized] or [
-        plain[name].name for name in difflib.get_close_matches(wanted, list(plain), 4, 0.5)
-    ] or [card.name for card in CARDS[:4]]  # fmt: skip
-    what = "is made with several sizes of memory" if sized else "is no card that is known"
-    raise OptionError(f"the card {text!r} {what}", f"nearest: {', '.join(near)}; {len(CARDS)} are known",
+    """The card that `text` names, with or without its memory: "RTX 3080 10GB", "rtx3060", "4090 24GB". Raises
+    OptionError with the nearest names."""
+    wanted, size = _plain(_SIZE.sub("", text)), _SIZE.search(text)
+    alike = [card for card in CARDS if _plain(_SIZE.sub("", card.name)) in (wanted, f"rtx{wanted}")]
+    found = [card for card in alike if size is None or card.gigabytes == int(size[1])]
+    if len(found) == 1:
+        return found[0]
+    what = "is made with several sizes of memory" if found else "is no card that is known"
+    bare = {card: _plain(_SIZE.sub("", card.name)) for card in CARDS}
+    matches = difflib.get_close_matches(wanted, dict.fromkeys(bare.values()), 3, 0.5)
+    near = alike or [card for name in matches for card in CARDS if bare[card] == name] or CARDS[:4]
+    raise OptionError(f"the card {text!r} {what}",
+                      f"nearest: {', '.join(card.name for card in near)}; {len(CARDS)} are known",
                       "Name one of these; headrace plan --cards lists all")  # fmt: skip
 
 
@@ -121,6 +120,10 @@ def machine(
     )  # fmt: skip
     room = MemoryRoom(total, total - USED, ram, max(0, ram - SYSTEM))
     return HardwareProfile(card.name, "cuda", link, updates, compute, room, disk, threads)
+
+
+_SIZE = re.compile(r"[ -]*\b(\d+) ?gi?b\b", re.IGNORECASE)
+"""The memory in a card's name."""
 
 
 def _plain(text: str) -> str:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from headrace.base.units import format_bytes
 from headrace.plan.choice import Choice, Wanted
+from headrace.plan.memory import Peaks
 from headrace.plan.modes import MODES, Mode
 from headrace.plan.place import Budgets
 from headrace.plan.search import BATCHES, Search
 from headrace.plan.shapes import SHAPES, subject_of
 from headrace.plan.subject import Subject, Work
-from headrace.spec.hardware import HardwareProfile
-from headrace.spec.placement import DEVICE, DISK
+from headrace.plan.typical import DISK_READ, DISK_WRITE
+from headrace.spec.hardware import DiskRates, HardwareProfile
+from headrace.spec.placement import DEVICE, DISK, HOST
 
 DAY = 86400
 CHECKPOINTS = 2
@@ -42,9 +46,8 @@ class Outlook:
     subject: Subject
     choice: Choice | None
     """The fastest that fits; None when nothing does."""
-    shortfall: int
-    """Bytes that the placement which lacks least lacks, and on which tier most."""
-    tier: str
+    lacks: Mapping[str, int]
+    """Bytes by tier that the machine, or what may be used of it, needs more of; {} where it fits."""
     max_context: int
     clips: bool
     """False where only updates inside the backward fit, which know no norm."""
@@ -52,6 +55,10 @@ class Outlook:
     @property
     def fits(self) -> bool:
         return self.choice is not None
+
+    @property
+    def shortfall(self) -> int:
+        return sum(self.lacks.values())
 
     @property
     def tokens_per_day(self) -> float:
@@ -93,16 +100,37 @@ def outlook(mode: Mode, base: Subject, profile: HardwareProfile, budgets: Budget
     """Of one way to train `base`, a model with all weights trained."""
     subject = mode.subject(base)
     search = Search(subject, profile, budgets, Wanted(compiled=asked.compiled, extra_host=mode.extra(base)))
-    choice, clips = _best(search, asked, True), True
-    if choice is None and subject.trained > subject.spec.parameters // 2:  # gradients then pass a ring
-        choice = _best(search, asked, False)
-        clips = choice is None
-    short, tier = search.shortfall(Work(asked.rows or 1, asked.sequence, asked.micro_batches, clips=clips))
-    if profile.shared and tier == DEVICE:
-        tier = "host"
+    ways = (True, False) if subject.trained > subject.spec.parameters // 2 else (True,)  # unclipped, they pass a ring
     limit = min(base.positions or CONTEXT, CONTEXT)
-    longest = search.longest(limit, clips=clips) if choice is not None or short else 0
-    return Outlook(mode, subject, choice, 0 if choice else short, "" if choice else tier, longest, clips)
+    for clips in ways:
+        choice = _best(search, asked, clips)
+        if choice is not None:
+            longest = max(search.longest(limit, clips=clips), asked.sequence)
+            return Outlook(mode, subject, _with_extra(choice, mode.extra(base)), {}, longest, clips)
+    work = Work(asked.rows or 1, asked.sequence, asked.micro_batches)
+    short = min((search.shortfall(replace(work, clips=each)) for each in ways), key=lambda lacks: sum(lacks.values()))
+    longest = max(search.longest(limit, clips=each) for each in ways)
+    return Outlook(mode, subject, None, _needed(short, profile, budgets), longest, True)
+
+
+def _with_extra(choice: Choice, nbytes: int) -> Choice:
+    """With the state in host memory that is no region of a unit."""
+    if not nbytes:
+        return choice
+    found = choice.peaks
+    return replace(choice, peaks=Peaks(found.device, {**found.host, "moments": nbytes}, found.disk))
+
+
+def _needed(short: Mapping[str, int], profile: HardwareProfile, budgets: Budgets) -> dict[str, int]:
+    """Bytes by tier of which a machine needs more to lack nothing: a run takes a share of its memory only."""
+    memory, found = profile.memory, dict(short)
+    shares = {HOST: (budgets.host, memory.host_available, HOST_SHARE)}
+    if budgets.device is not None and not profile.shared:
+        shares[DEVICE] = (budgets.device, memory.device_free, DEVICE_SHARE)
+    for tier, (budget, free, share) in shares.items():
+        if tier in short:  # a byte more, for what rounding takes
+            found[tier] = max(short[tier], math.ceil((budget + short[tier]) / share) + 1 - free)
+    return found
 
 
 def outlooks(
@@ -142,6 +170,7 @@ class Upgrade:
     """Times as fast; 0.0 where it makes the difference between fitting and not."""
 
 
+USUAL_DISK = DiskRates("", "", DISK_READ, DISK_WRITE, DISK_READ, 2 * 10**12)
 FASTER = 1.2
 """What an upgrade has to give to be named."""
 
@@ -150,13 +179,18 @@ def upgrades(
     mode: Mode, base: Subject, profile: HardwareProfile, asked: Asked, now: Outlook, device: int | None = None,
     host: int | None = None,
 ) -> Upgrade | None:  # fmt: skip
-    """The cheapest that helps: more RAM, then a faster disk, then a wider link, then a card with more memory. A run
-    takes at most `device` and `host` bytes of it all the same."""
+    """The cheapest that helps: a disk where none is used, then more RAM, then a larger and a faster disk, then a wider
+    link, then a card with more memory. A run takes at most `device` and `host` bytes of it all the same."""
     memory, link = profile.memory, profile.link
     more = replace(memory, host_total=2 * memory.host_total, host_available=memory.host_available + memory.host_total)
     listed = [(f"twice the RAM ({2 * memory.host_total / 1e9:.0f} GB)", replace(profile, memory=more))]
-    if profile.disk is not None:
-        disk = profile.disk
+    disk = profile.disk
+    if disk is None:
+        listed.insert(0, (f"a disk that it may use (reads {USUAL_DISK.read / 1e9:.3g} GB/s, "
+                          f"{USUAL_DISK.free / 1e12:.3g} TB free)", profile.with_disk(USUAL_DISK)))  # fmt: skip
+    else:
+        large = replace(disk, free=2 * disk.free)
+        listed.append((f"twice the room on the disk ({format_bytes(large.free)})", profile.with_disk(large)))
         fast = replace(disk, read=2 * disk.read, write=2 * disk.write, both=2 * disk.both)
         listed.append((f"a disk of twice the speed (reads {fast.read / 1e9:.3g} GB/s)", profile.with_disk(fast)))
     if not profile.shared:

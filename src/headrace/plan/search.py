@@ -35,6 +35,10 @@ WORTH = 0.05
 SAME = 0.01
 """Speeds that simulations do not tell apart: what is usually faster is taken."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+PATIENCE = 2
+"""Batches in a row that may be no better."""
+FINEST = 16
+"""Parts of a step in which short rows are looked for, where a whole step is too long."""
 RING = 3
 """Host places for gradients when updates follow each block's backward at once: one arrives, one is used, one waits."""
 
@@ -71,40 +75,52 @@ class Search:
     def best_rows(
         self, sequence: int, clips: bool = True, batches: Sequence[int] = BATCHES, micro_batches: int = 1
     ) -> Choice | None:
-        """The smallest batch that WORTH more tokens a second would need a larger one for."""
+        """The smallest batch that WORTH more tokens a second would need a larger one for. One that is no better does
+        not end the search: what a batch drives from the device, larger ones may make up for."""
         found: tuple[Point, Choice] | None = None
+        worse = 0
         for rows in batches:
             chosen = self._by_rows(Work(rows, sequence, micro_batches, clips=clips), self._fastest)
             if chosen is None:
                 break
-            if found is not None and chosen[1].tokens_per_second < found[1].tokens_per_second * (1 + WORTH):
+            if found is None or chosen[1].tokens_per_second >= found[1].tokens_per_second * (1 + WORTH):
+                found, worse = chosen, 0
+            else:
+                worse += 1
+            if worse == PATIENCE:
                 break
-            found = chosen
         return None if found is None else self._refined(*found)
 
     def longest(self, limit: int, step: int = 256, clips: bool = True) -> int:
-        """Tokens of the longest row that fits, a multiple of `step`; at most `limit`, 0 when none fits."""
+        """Tokens of the longest row that fits, a multiple of `step` or of a 16th of it; at most `limit`, 0 when none
+        fits."""
         low, high = 0, max(limit // step, 1)
         if self.fits(Work(1, limit, clips=clips)):
             return limit
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.fits(Work(1, middle * step, clips=clips)) else (low, middle - 1)
+        if not low and step >= FINEST:
+            return self.longest(min(limit, step), step // FINEST, clips)
         return min(low * step, limit)
 
     def fits(self, work: Work) -> bool:
         """Whether any placement has room for this work."""
-        return not self.shortfall(work)[0]
+        return not self.shortfall(work)
 
-    def shortfall(self, work: Work) -> tuple[int, str]:
-        """Bytes that the placement which lacks least lacks, and of which tier most; (0, "") when one fits."""
-        found, work = [], replace(work, at_once=1)
+    def shortfall(self, work: Work) -> dict[str, int]:
+        """Bytes by tier that the placement which lacks least in all lacks; {} when one fits. Rows pass a block one at a
+        time, or all at once, which needs fewer hidden states."""
+        found = []
         for tiers in self.pairs:
             for slots in {self.slots[0], min(self.slots)}:
-                for placement in self._ways(Point(tiers, slots), work):
-                    short = self._short(placement, work)
-                    found.append((sum(short.values()), max(short, key=lambda t: short[t], default="")))
-        return min(found, default=(0, ""))
+                for at_once in {1, work.rows}:
+                    rows = replace(work, at_once=at_once)
+                    for placement in self._ways(Point(tiers, slots), rows):
+                        found.append(self._short(placement, rows))
+                        if not found[-1]:
+                            return {}
+        return min(found, key=lambda short: sum(short.values()), default={})
 
     def forced(self, point: Point, work: Work, named: Named | None = None) -> Choice | None:
         """What is expected of a point that is taken whether its activations fit or not; None where its updates do
@@ -174,7 +190,10 @@ class Search:
         frozen = not any(unit.trained.entries for unit in self.subject.blocks)
         fitting = [*mixed, *fitting] if frozen else [*fitting, *mixed]  # frozen blocks have no second home
         if self._may_keep:
-            fitting += self._keeping(*min(fitting, key=lambda found: found[1].step.seconds))
+            first = min(fitting, key=lambda found: found[1].step.seconds)
+            hosted = [found for found in fitting if found[0].tiers == (HOST, HOST) != first[0].tiers]
+            for found in (first, *hosted):  # what lives in host memory leaves the device to activations
+                fitting += self._keeping(*found)
         fastest = min(found[1].step.seconds for found in fitting)
         return next(found for found in fitting if found[1].step.seconds <= fastest * (1 + SAME))
 

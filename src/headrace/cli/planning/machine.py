@@ -20,7 +20,8 @@ DISK_SIZE = 10**12
 """Free bytes of a disk whose size is not told."""
 LEAST_RAM = 1 << 20
 """Bytes below which a size has lost its unit."""
-_DISK = re.compile(r"(?P<read>[0-9.]+)(?:/(?P<write>[0-9.]+))?\s*GB/s(?:,(?P<size>.+))?", re.IGNORECASE)
+_NUMBER = r"[0-9]+(?:\.[0-9]+)?"
+_DISK = re.compile(rf"(?P<read>{_NUMBER})(?:/(?P<write>{_NUMBER}))?\s*GB/s(?:,(?P<size>.+))?", re.IGNORECASE)
 _SLOT = re.compile(r"(?:gen)?\s*([345])(?:\.0)?\s*x\s*(1|2|4|8|16)", re.IGNORECASE)
 
 
@@ -36,8 +37,11 @@ def machine_of(request: Request, progress: Callable[[str, int, int], None]) -> H
         for name, value in (("--ram", request.ram), ("--ram-rate", request.ram_rate), ("--pcie", request.pcie)):
             if value is not None:
                 problems.append(f"{name} describes another machine: name its card with --gpu")
-    elif ram is None and request.ram is None:
-        problems.append("--gpu describes another machine: say how much memory it has, as in --ram 64GB")
+    else:
+        if request.ram is None:
+            problems.append("--gpu describes another machine: say how much memory it has, as in --ram 64GB")
+        if request.disk_dir is not None and request.disk is None:
+            problems.append("--gpu describes another machine: say how fast its disk is, as in --disk 7GB/s")
     if problems:
         raise ConfigError(problems)
     if request.gpu is not None:
@@ -68,7 +72,7 @@ def _ram(text: str) -> int:
 
 
 def _rate(text: str) -> float:
-    match = re.fullmatch(r"([0-9.]+)\s*GB/s", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(rf"({_NUMBER})\s*GB/s", text.strip(), re.IGNORECASE)
     if match is None or not float(match[1]) > 0:
         raise ValueError("use GB/s, as in 60GB/s")
     return float(match[1]) * 1e9
@@ -83,7 +87,7 @@ def _slot(text: str) -> tuple[int, int]:
 
 def _disk(text: str) -> DiskRates:
     match = _DISK.fullmatch(text.strip())
-    if match is None or not float(match["read"]) > 0:
+    if match is None or not (float(match["read"]) > 0 and float(match["write"] or 1) > 0):
         raise ValueError(
             "use its rate, as in 7GB/s, or 7/5GB/s to read and to write, with its free space as in 7GB/s,2TB"
         )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
 from headrace.base.units import format_bytes
+from headrace.cli.planning.told import lacking
 from headrace.plan.choice import Choice
 from headrace.plan.outlook import Outlook
 from headrace.plan.place import Budgets
@@ -30,8 +31,7 @@ def picture(
     if shown is None or shown.choice is None:
         title, height = f"{name} on {profile.device}: nothing fits", 70 + ROW * len(found)
         for number, each in enumerate(found):
-            text = f"{each.mode.title}: {format_bytes(each.shortfall)} of {each.tier} short"
-            parts.append(_text(20, 70 + ROW * number, text))
+            parts.append(_text(20, 70 + ROW * number, f"{each.mode.title}: {lacking(each)} short"))
     else:
         title = f"{name} on {profile.device}: {shown.mode.title}, {shown.choice.step.seconds:.3g} s a step"
         memory, below = _memory(shown.choice, budgets, 70)

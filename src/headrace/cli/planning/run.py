@@ -49,7 +49,7 @@ def run(request: Request) -> int:
         if best is None:
             print(told.instead(largest(base, profile, budgets, asked), asked))
     if request.why and not request.as_json:
-        shown = best or min(found, key=lambda each: each.shortfall)
+        shown = best or min((each for each in found if each.mode.ready), key=lambda each: each.shortfall)
         better = upgrades(shown.mode, base, profile, asked, shown, *limits)
         print(told.why(shown, profile, budgets, better))
     if request.plot is not None:

@@ -13,12 +13,14 @@ from headrace.plan.place import Budgets
 from headrace.plan.subject import Subject
 from headrace.plan.summary import summary
 from headrace.spec.hardware import HardwareProfile
+from headrace.spec.placement import DEVICE, DISK, HOST
 
 LANES = {
     "compute": "compute", "host": "updates on the host", "device": "updates on the device", "h2d": "copies up",
     "d2h": "copies down", "read": "reading weights", "state": "reading state", "write": "writing to disk",
     "caller": "launching",
 }  # fmt: skip
+TIERS = {DEVICE: "device memory", HOST: "host memory", DISK: "disk"}
 YEAR = 365
 
 
@@ -62,8 +64,9 @@ def _row(each: Outlook, endurance: int, disk: int | None, gpu: bool) -> tuple[st
     title = each.mode.title + ("" if each.mode.ready else " (planned)")
     choice = each.choice
     if choice is None:
-        lacks = f"{format_bytes(each.shortfall)} of {each.tier} memory short".replace("disk memory", "disk")
-        return (title, lacks, *("-" for _ in range(9)), format_bytes(each.saved_bytes), "-", "-")
+        longest = f"{each.max_context:,}" if each.max_context else "-"
+        unknown = ["-"] * 8
+        return (title, f"{lacking(each)} short", longest, *unknown, format_bytes(each.saved_bytes), "-", "-")
     work = choice.work
     rows = str(work.rows) if work.slice_rows == work.rows else f"{work.rows} by {work.slice_rows}"
     written = each.written_per_day
@@ -77,6 +80,11 @@ def _row(each: Outlook, endurance: int, disk: int | None, gpu: bool) -> tuple[st
         format_bytes(choice.peaks.disk_bytes) if choice.peaks.disk_bytes else "-", format_bytes(each.saved_bytes),
         format_bytes(written) if written else "-", _endures(endurance, written),
     )  # fmt: skip
+
+
+def lacking(each: Outlook) -> str:
+    """What does not fit, as in "1.5 GiB of host memory and 2.0 GiB of disk"."""
+    return " and ".join(f"{format_bytes(size)} of {TIERS[tier]}" for tier, size in each.lacks.items())
 
 
 def _endures(endurance: int, written: float) -> str:
@@ -110,8 +118,7 @@ def why(shown: Outlook, profile: HardwareProfile, budgets: Budgets, better: Upgr
     lines = ["", f"Why {shown.mode.title}:"]
     choice = shown.choice
     if choice is None:
-        lines.append(f"  it lacks least of what Headrace trains: {format_bytes(shown.shortfall)}, most of it on the "
-                     f"{shown.tier}")  # fmt: skip
+        lines.append(f"  it lacks least of what Headrace trains: {lacking(shown)}")
     else:
         step, peaks = choice.step, choice.peaks
         lines += [f"  {summary(choice.subject.spec, choice.placement)}", "  memory:"]
