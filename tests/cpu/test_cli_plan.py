@@ -72,13 +72,16 @@ def test_what_does_not_fit_is_told_by_how_much() -> None:
     assert not any(each["fits"] for each in none.values())
     text = run("plan", "70b", "--gpu", "3050", "--ram", "16GB", "--why", code=1)
     assert "of host memory short" in text and "lacks least" in text
+    (name,) = re.findall(r"The largest shape that fits instead is (\w+): QLoRA", text)
+    assert as_json(name, "--gpu", "RTX 3050 8GB", "--ram", "16GB")["qlora"]["fits"]
+
+
+def test_each_tier_that_lacks_something_is_told_and_rows_that_would_fit() -> None:
     low = [*DESKTOP, "--device-memory", "1.3GiB"]
     text = run("plan", "1b", *low, "--host-memory", "2GiB", code=1)
     assert re.search(r"full, AdamW +[\d.]+ [GM]iB of device memory and [\d.]+ GiB of host memory short  -", text)
     text = run("plan", "1b", *low, code=1)
     assert re.search(r"\nLoRA r=16, bf16 base +[\d.]+ [GM]iB of device memory short +768 +-", text)
-    (name,) = re.findall(r"The largest shape that fits instead is (\w+): QLoRA", text)
-    assert as_json(name, "--gpu", "RTX 3050 8GB", "--ram", "16GB")["qlora"]["fits"]
 
 
 def test_limits_that_were_asked_for_hold_for_upgrades_too() -> None:
@@ -179,6 +182,24 @@ def test_a_built_model_has_the_units_of_a_session(tmp_path: Path) -> None:
     anatomy = divide(model, find_blocks(model), groups, ADAMW, frozenset(), EventLog())
     assert subject.spec == anatomy.spec
     assert subject.active == 0.5 and subject.positions == config.max_position_embeddings
+
+
+def test_commands_name_the_folder_that_holds_the_weights(tmp_path: Path) -> None:
+    """However it was named; a configuration alone is no model to train."""
+    folder = config_folder(tmp_path / "model", transformers.LlamaConfig(**SIZES))
+    asked = [*DESKTOP, "--batch", "1", "--sequence-length", "64"]
+    assert as_json(str(folder), *asked)["full"]["flags"][:2] == ["--model", "MODEL"]
+    (folder / "model.safetensors").touch()
+    for name in (folder / "config.json", f"{folder}/"):
+        found = as_json(str(name), *asked)
+        assert found["full"]["flags"][:2] == ["--model", str(folder)]
+        assert found["qlora"]["flags"][:2] == ["--model", f"{folder}-nf4"]
+    config = json.loads((folder / "config.json").read_text())
+    stored = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": stored}))
+    text = run("plan", str(folder), *asked)
+    assert f"headrace train --model {folder} --data" in text and "quantised already (bitsandbytes)" in text
+    assert "headrace quantize" not in text and "full," not in text, "adapters are all that is trained on such a base"
 
 
 def test_models_that_cannot_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,8 @@ class Mode:
     """Bytes of state in host memory that are no region of a unit."""
     moments: str = "float32"
     adapters: bool = False
+    packed: bool = False
+    """On a base whose matrices are compressed."""
 
 
 def full(subject: Subject, moments: str = "float32") -> Subject:
@@ -94,5 +96,5 @@ MODES = (
     Mode("full-8bit", "full, 8-bit moments", False, lambda s: full(s, "int8"), moments="int8"),
     Mode("low-rank", f"full, low-rank {LOW_RANK}", False, low_rank, low_rank_bytes),
     Mode("lora", f"LoRA r={RANK}, bf16 base", True, adapters, adapters=True),
-    Mode("qlora", f"QLoRA r={RANK}, nf4 base", True, lambda s: adapters(s, "nf4"), adapters=True),
+    Mode("qlora", f"QLoRA r={RANK}, nf4 base", True, lambda s: adapters(s, "nf4"), adapters=True, packed=True),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from headrace.cli.config import FLAGS, RunConfig
 from headrace.plan.modes import RANK
 from headrace.plan.outlook import Outlook, on_disk
@@ -20,7 +22,7 @@ def train_flags(found: Outlook, model: str, disk_dir: str, limits: dict[str, str
     choice = found.choice
     if choice is None or not found.mode.ready or (found.mode.adapters and "lora" not in RunConfig.model_fields):
         return []
-    given = {"model": model + PACKED * (found.mode.name == "qlora"), "data": "DATA", "output": "RUN",
+    given = {"model": model, "data": "DATA", "output": "RUN",
              "batch": str(choice.work.rows), "sequence_length": str(choice.work.sequence)}  # fmt: skip
     settings: dict[str, str] = {}
     if choice.work.micro_batches > 1:
@@ -50,11 +52,11 @@ def train_flags(found: Outlook, model: str, disk_dir: str, limits: dict[str, str
     return words
 
 
-def first_command(found: Outlook, model: str) -> str | None:
-    """What has to run before the training; None when nothing has."""
-    if found.mode.name != "qlora" or not found.fits:
+def first_command(found: Outlook, model: str, packed: str) -> str | None:
+    """What has to run before the training, where `packed` is made from `model`; None when nothing has."""
+    if not found.mode.packed or not found.fits or model == packed:
         return None
-    return f"headrace quantize {model} {model}{PACKED} --codec nf4"
+    return f"headrace quantize {shlex.join((model, packed))} --codec nf4"
 
 
 def tiers_in_words(found: Outlook, gpu: bool) -> str:

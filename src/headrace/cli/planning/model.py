@@ -29,7 +29,7 @@ def _config_place(model: str) -> Path:
     if place.exists():
         return place
     shapes = ", ".join(SHAPES)
-    if place.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
+    if place.is_absolute() or model.startswith((".", "~")) or model.endswith("/") or model.count("/") != 1:
         raise ModelError(f"{model!r} is no shape, no folder and no file", f"shapes: {shapes}",
                          "Give one of these, a folder, a config.json, or a hub id such as Qwen/Qwen3-8B")  # fmt: skip
     import huggingface_hub
@@ -62,14 +62,28 @@ def _built(model: str, place: Path) -> Subject:
     return replace(subject_of_model(built, anatomy), name=Path(model).name or model)
 
 
-def _refuse_code(model: str, place: Path) -> None:
-    """A model whose classes are in its own files."""
+def stored_as(model: str) -> str | None:
+    """The format in which the weights of a model are compressed already; None for other models, and for shapes."""
+    if shape_named(model) is not None:
+        return None
+    stored = _options(_config_place(model)).get("quantization_config")
+    return str(stored.get("quant_method", "unknown")) if isinstance(stored, dict) else None
+
+
+def _options(place: Path) -> dict[str, Any]:
+    """What a config.json says; {} for one that cannot be read: whoever reads it next says why."""
     path = place / "config.json" if place.is_dir() else place
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return  # whoever reads it next says what is wrong with it
-    if isinstance(data, dict) and "auto_map" in data and not _known(data.get("model_type")):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _refuse_code(model: str, place: Path) -> None:
+    """A model whose classes are in its own files."""
+    data = _options(place)
+    if "auto_map" in data and not _known(data.get("model_type")):
         raise ModelError(
             f"{model} cannot be looked at without running its own code", f"auto_map: {', '.join(data['auto_map'])}",
             "Plan with the shape nearest to it, or load it yourself with trust_remote_code=True if you trust that code",

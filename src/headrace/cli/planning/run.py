@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import OptionError
@@ -11,12 +12,13 @@ from headrace.base.units import parse_bytes
 from headrace.cli.config_file import ConfigError
 from headrace.cli.plan import Request
 from headrace.cli.planning import told
-from headrace.cli.planning.flags import train_flags
+from headrace.cli.planning.flags import PACKED, train_flags
 from headrace.cli.planning.machine import machine_of
-from headrace.cli.planning.model import subject_named
+from headrace.cli.planning.model import stored_as, subject_named
 from headrace.cli.planning.picture import picture
 from headrace.cli.profile import measuring
 from headrace.files.atomic import write_file
+from headrace.plan.modes import MODES
 from headrace.plan.outlook import Asked, Outlook, budgets_of, chosen, largest, outlooks, upgrades
 from headrace.plan.shapes import shape_named
 
@@ -37,15 +39,18 @@ def run(request: Request) -> int:
     asked = Asked(sequence, request.batch, request.accumulation, request.compiled)
     limits = sizes.get("device_memory"), sizes.get("host_memory")
     budgets = budgets_of(profile, *limits)
-    found = outlooks(base, profile, budgets, asked)
+    method = stored_as(request.model)
+    modes = MODES if method is None else tuple(mode for mode in MODES if mode.packed)
+    name = _model_word(request)
+    packed = name if method is not None else name + PACKED
+    found = outlooks(base, profile, budgets, asked, modes)
     best = chosen(found)
-    flags = [_flags(request, each) for each in found]
+    flags = [_flags(request, packed if each.mode.packed else name, each) for each in found]
     if request.as_json:
         print(json.dumps([_as_json(each, words) for each, words in zip(found, flags, strict=True)], indent=1))
     else:
-        print(told.table(base, profile, budgets, asked, found, sizes["endurance"]))
-        name = _model_word(request)
-        print(told.commands(found, [shlex.join(words) for words in flags], name))
+        print(told.table(base, profile, budgets, asked, found, sizes["endurance"], method))
+        print(told.commands(found, [shlex.join(words) for words in flags], name, packed))
         if best is None:
             print(told.instead(largest(base, profile, budgets, asked), asked))
     if request.why and not request.as_json:
@@ -77,14 +82,21 @@ def _sizes(request: Request) -> dict[str, int]:
 
 
 def _model_word(request: Request) -> str:
-    """The model as a command line of `train` names it: a shape is none that could be trained."""
-    return request.model if shape_named(request.model) is None else "MODEL"
+    """The model as a command line of `train` names it: a shape, or a configuration alone, is none that could be
+    trained."""
+    place = Path(request.model)
+    if shape_named(request.model) is not None:
+        return "MODEL"
+    if not place.exists():
+        return request.model
+    folder = place.parent if place.name == "config.json" else place
+    return str(folder) if any(folder.glob("*.safetensors*")) else "MODEL"
 
 
-def _flags(request: Request, found: Outlook) -> list[str]:
+def _flags(request: Request, model: str, found: Outlook) -> list[str]:
     limits = {name: value for name in ("device_memory", "host_memory") if (value := getattr(request, name)) is not None}
     folder = "DISK" if request.disk_dir is None else str(request.disk_dir)
-    return train_flags(found, _model_word(request), folder, limits, request.compiled)
+    return train_flags(found, model, folder, limits, request.compiled)
 
 
 def _as_json(found: Outlook, flags: list[str]) -> dict[str, Any]:

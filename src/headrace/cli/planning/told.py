@@ -25,9 +25,10 @@ YEAR = 365
 
 
 def table(
-    base: Subject, profile: HardwareProfile, budgets: Budgets, asked: Asked, found: Sequence[Outlook], endurance: int
-) -> str:
-    """What is planned for, and one line for each way."""
+    base: Subject, profile: HardwareProfile, budgets: Budgets, asked: Asked, found: Sequence[Outlook], endurance: int,
+    stored: str | None = None,
+) -> str:  # fmt: skip
+    """What is planned for, and one line for each way. `stored`: how its weights are compressed already, if they are."""
     room = f"{format_bytes(budgets.host)} of RAM"
     if budgets.device is not None:
         own = format_bytes(budgets.device)
@@ -50,6 +51,9 @@ def table(
               f"endures: a disk rated for {format_bytes(endurance)} of writes"]  # fmt: skip
     if not all(each.mode.ready for each in found):
         lines.append("(planned): not trained by Headrace yet; what it would take, to compare with")
+    if stored is not None:
+        lines.append(f"its weights are quantised already ({stored}): adapters are trained on them as they are; what "
+                     "is told of nf4 stands for them")  # fmt: skip
     if profile.shared:
         lines.append("device: the part of the RAM that is computed in, which --device-memory bounds; RAM counts it too")
     return "\n".join(lines)
@@ -95,12 +99,12 @@ def _endures(endurance: int, written: float) -> str:
     return f"{days / YEAR:.1f} years" if days >= YEAR else f"{days:.0f} days"
 
 
-def commands(found: Sequence[Outlook], flags: Sequence[str], model: str) -> str:
-    """How each way is run that Headrace trains today."""
+def commands(found: Sequence[Outlook], flags: Sequence[str], model: str, packed: str) -> str:
+    """How each way is run that Headrace trains today. `packed`: the model with its matrices in four bits."""
     lines = []
     for each, words in zip(found, flags, strict=True):
         if words:
-            first = first_command(each, model)
+            first = first_command(each, model, packed)
             lines += ["", f"{each.mode.title}:", *([f"  {first}"] if first else []), f"  headrace train {words}"]
     return "\n".join(lines or ["", "Nothing of this fits that Headrace trains today; --why tells what would help."])
 
