@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headrace.base.events import EventLog
-from headrace.report.record import RunRecord, position_after, read
+from headrace.report.record import RunRecord, number, position_after, read
 from headrace.report.words import visible
 
 
@@ -68,6 +68,7 @@ def test_what_is_read_after_a_kill(tmp_path: Path) -> None:
     lines = [
         {"run": {"steps": 9}}, {"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 2, "validation_loss": 2.5},
         {"step": 3, "seconds": 1.0}, {"step": 3, "loss": 1.5}, 7, [], {"loss": 1}, {"step": "4", "loss": 1},
+        {"step": True, "loss": 1}, {"step": 10**400, "loss": 1},
         {"run": {"after_step": 1}}, {"step": 2, "loss": 2.1}, {"step": 2, "validation_loss": 2.6},
         {"step": 3, "loss": 1.6},
     ]  # fmt: skip
@@ -76,6 +77,12 @@ def test_what_is_read_after_a_kill(tmp_path: Path) -> None:
     assert run.facts == [{"steps": 9}, {"after_step": 1}]
     assert run.steps == [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.1}, {"step": 3, "loss": 1.6}]
     assert run.validations == [{"step": 2, "validation_loss": 2.6}]
+
+
+def test_numbers_that_no_axis_could_show_are_none() -> None:
+    assert [number(value) for value in (2, 0.5, -1e299)] == [2.0, 0.5, -1e299]
+    for value in (10**400, 1e301, float("inf"), float("nan"), True, "1", None, [1]):
+        assert number(value) is None
 
 
 def test_lines_of_one_step_add_up(tmp_path: Path) -> None:

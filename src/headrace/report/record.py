@@ -30,6 +30,9 @@ NAME = "log.jsonl"
 TRACES = "trace"
 """The folder in it that holds traces of steps."""
 
+LARGEST = 1e300
+"""Numbers beyond it are none that a run has measured, and no axis could show them."""
+
 Line = dict[str, Any]
 
 
@@ -107,7 +110,7 @@ class Run:
             self.facts.append(line["run"])
             return
         step = line.get("step")
-        if not isinstance(step, int):
+        if not isinstance(step, int) or number(step) is None:
             return
         if "event" in line:
             self.events.append(line)
@@ -157,5 +160,5 @@ def _lines(path: Path) -> Iterator[tuple[int, Line]]:
 
 def number(value: Any) -> float | None:
     """A finite number of a line, or None."""
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
     return float(value) if good else None
