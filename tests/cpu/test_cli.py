@@ -226,6 +226,25 @@ def test_signal_before_the_loop_stops_at_once_and_in_it_waits() -> None:
     assert signal.getsignal(signal.SIGTERM) == handler
 
 
+def test_a_closed_terminal_may_say_so_twice() -> None:
+    """The system and the shell both send SIGHUP: neither is a wish for more haste. Under nohup none is heard."""
+    before = signal.getsignal(signal.SIGHUP)
+    with Stop(Console(quiet=True)) as stop:
+        stop.defer()
+        signal.raise_signal(signal.SIGHUP)
+        assert stop.number == signal.SIGHUP
+        signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGHUP) == before
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with Stop(Console(quiet=True)) as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert stop.number is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_terminal_gets_a_bar_with_loss_speed_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(force_terminal=True, width=140)
     with Display(console, 4, 0) as display:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import io
 import json
 import os
@@ -10,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -97,15 +100,19 @@ def test_the_plan_lies_beside_the_traces(
     assert code == 0 and ">planned<" in text and ">measured<" in text and "s in the plan" in text
 
 
-def in_a_terminal(*argv: str, then: Callable[[int, str], None] = lambda pid, seen: None) -> tuple[int, str]:
-    """Run `headrace` on a terminal of its own: exit code and everything it wrote. `then`: called as output comes."""
+def in_a_terminal(
+    *argv: str, then: Callable[[int, str], bool | None] = lambda pid, seen: None, controlled: bool = True
+) -> tuple[int, str]:
+    """Run `headrace` on a terminal of its own: exit code and everything it wrote. `then`: called as output comes,
+    closes the terminal with True. `controlled`: the terminal sends signals, also when it closes."""
     ours, theirs = pty.openpty()
     path = os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "100", "LINES": "40"}
     environment["TERM"] = "xterm-256color"
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *argv], env=environment, stdin=theirs, stdout=theirs, stderr=theirs
-    )
+        [sys.executable, "-c", PROGRAM, *argv], env=environment, stdin=theirs, stdout=theirs, stderr=theirs,
+        start_new_session=True, preexec_fn=(lambda: fcntl.ioctl(0, termios.TIOCSCTTY)) if controlled else None,
+    )  # fmt: skip
     os.close(theirs)
     seen, limit = "", time.monotonic() + 120
     while time.monotonic() < limit:
@@ -116,7 +123,8 @@ def in_a_terminal(*argv: str, then: Callable[[int, str], None] = lambda pid, see
         if not piece:
             break
         seen += piece.decode(errors="replace")
-        then(process.pid, seen)
+        if then(process.pid, seen):
+            break
     os.close(ours)
     return process.wait(timeout=60), seen
 
@@ -137,6 +145,25 @@ def test_the_live_view_survives_ctrl_c(world: tuple[Path, Path], tmp_path: Path)
     assert seen.rindex("\x1b[?25h") > seen.rindex("\x1b[?25l"), "the cursor is back"
     assert list((tmp_path / "out" / "checkpoints").glob("step-*"))
     assert read(tmp_path / "out" / "log.jsonl").steps[-1]["step"] < 5000
+
+
+@pytest.mark.parametrize(("controlled", "watch"), [(True, True), (False, False)])
+def test_the_terminal_closes(world: tuple[Path, Path], tmp_path: Path, controlled: bool, watch: bool) -> None:
+    """With a signal the run stops and saves; without one (disown, nohup) it goes on to its end, unseen."""
+    steps = 5000 if controlled else 150
+    code, seen = in_a_terminal(
+        *arguments(*world, tmp_path / "out", steps=steps), *["--watch"] * watch, controlled=controlled,
+        then=lambda pid, seen: bool(re.search(r"\b[1-9]\d*/(5000|150)", seen)),
+    )  # fmt: skip
+    assert code == (129 if controlled else 0), seen[-2000:]
+    run = read(tmp_path / "out" / "log.jsonl")
+    if controlled:
+        (saved,) = (tmp_path / "out" / "checkpoints").glob("step-*")
+        assert saved.name == f"step-{run.steps[-1]['step']}" and len(run.steps) < steps
+    else:
+        assert len(run.steps) == steps and (tmp_path / "out" / "model.safetensors").exists()
+        (event,) = [event for event in run.events if event["event"] == "output"]
+        assert event["numbers"]["reason"] == os.strerror(errno.EIO)
 
 
 def test_without_a_terminal_there_are_plain_lines(world: tuple[Path, Path], tmp_path: Path) -> None:

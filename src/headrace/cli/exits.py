@@ -1,7 +1,7 @@
 """How a command ends: errors as one clear text, and exit codes.
 
-Exit codes: 0 done; 1 an error; 2 a mistake in the configuration or on the command line; 130 and 143 stopped by
-Ctrl-C and SIGTERM.
+Exit codes: 0 done; 1 an error; 2 a mistake in the configuration or on the command line; 129, 130 and 143
+stopped by SIGHUP, Ctrl-C and SIGTERM.
 """
 
 from __future__ import annotations

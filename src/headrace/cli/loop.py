@@ -17,6 +17,7 @@ from headrace.base.errors import StoreError
 from headrace.cli.assemble import Parts
 from headrace.cli.checkpoints import Checkpoints, identity
 from headrace.cli.cooling import Cooling
+from headrace.cli.output import Lasting
 from headrace.cli.progress import Display
 from headrace.cli.random_state import random_state, restore_random_state
 from headrace.cli.signals import Stop
@@ -31,8 +32,9 @@ from headrace.session.surviving import surviving
 class Loop:
     """Trains `parts` to the end, or until a signal. `step`: optimizer steps done."""
 
-    def __init__(self, parts: Parts, checkpoints: Checkpoints, stop: Stop) -> None:
+    def __init__(self, parts: Parts, checkpoints: Checkpoints, stop: Stop, output: Lasting) -> None:
         self._config, self._parts, self._checkpoints, self._stop = parts.config, parts, checkpoints, stop
+        self._output = output
         self._identity = identity(parts.config, parts.fingerprints)
         self._samples = Samples(parts.session)
         self._cooling = Cooling(parts.config.max_temperature, self._samples.sensors, parts.session.events, stop)
@@ -68,7 +70,7 @@ class Loop:
         parts.model.train()
         facts = {"steps": parts.steps, "after_step": self.step, "rows": config.batch * config.accumulation}
         log.begin(**facts, **self._samples.facts())
-        log.events(self.step, parts.session.events)
+        self.tell_events(log)
         if self.step == 0:
             self._evaluate_and_tell(display, log)
         if self.step < parts.steps and self._stop.number is None:
@@ -85,6 +87,13 @@ class Loop:
             return False
         self._evaluate_and_tell(display, log)
         return True
+
+    def tell_events(self, log: RunRecord) -> None:
+        """Add to the record what has been decided since it was last told."""
+        events = self._parts.session.events
+        if self._output.lost is not None:
+            events.once("output", "output", "nothing more can be shown: the record goes on", reason=self._output.lost)
+        log.events(self.step, events)
 
     def _train_step(self, display: Display, log: RunRecord) -> None:
         parts = self._parts
@@ -105,7 +114,7 @@ class Loop:
         tokens = int(parts.train.lengths[chosen].sum())
         seconds = time.perf_counter() - started
         taken = {**self._samples.take(), "seconds": round(seconds, 6)}
-        log.events(self.step, parts.session.events)
+        self.tell_events(log)
         log.write(
             step=self.step, epoch=round(parts.sampler.epoch, 6), loss=value, lr=rate, grad_norm=norm, tokens=tokens,
             tokens_per_second=round(tokens / seconds, 1), **taken,

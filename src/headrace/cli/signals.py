@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and time limits: the first asks a step in flight to finish, the second ends the process at once."""
+"""Ctrl-C, SIGTERM, SIGHUP and time limits: the first asks a step in flight to finish, another ends all at once."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 from rich.console import Console
 
+TOLD = {signal.SIGALRM: "the time is up", signal.SIGHUP: "the terminal is gone"}
+
 
 class Stopped(BaseException):
     """A signal came before there was anything to save."""
@@ -20,11 +22,12 @@ class Stopped(BaseException):
 
 
 class Stop:
-    """Handlers of both signals inside a `with`; `number` is the signal that came, or None.
+    """Handlers of all of them inside a `with`; `number` is the signal that came, or None.
 
     Until `defer` is called a signal raises Stopped where it finds the program, afterwards it only sets `number`.
     After the first signal the system's own handling is back, so that the next one needs no cooperation from us:
-    checkpoints are only ever renamed into place when complete, so nothing is harmed.
+    checkpoints are only ever renamed into place when complete, so nothing is harmed. Only SIGHUP is then ignored: a
+    terminal that closes sends it more than once, and nobody has asked for more haste.
     """
 
     def __init__(
@@ -37,8 +40,9 @@ class Stop:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Stop:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._handle)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                self._before[number] = signal.signal(number, self._handle)
         if self._timeout is not None:
             self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._handle)
             signal.setitimer(signal.ITIMER_REAL, max(self._timeout, 1e-3))
@@ -70,9 +74,9 @@ class Stop:
         if self._timeout is not None:
             signal.setitimer(signal.ITIMER_REAL, 0)  # its own handling would end the process at once
         for each in self._before:
-            signal.signal(each, signal.SIG_DFL)
+            signal.signal(each, signal.SIG_IGN if each == signal.SIGHUP else signal.SIG_DFL)
         if not self._deferred:
             raise Stopped(number)
         self._console.show_cursor(True)  # the next signal leaves no time for it
-        text = "the time is up" if number == signal.SIGALRM else "stopping"
+        text = TOLD.get(signal.Signals(number), "stopping")
         self._console.print(f"{text}: {self._doing}; once more ends at once", markup=False)

@@ -19,6 +19,7 @@ from headrace import __version__
 from headrace.base.units import format_bytes
 from headrace.cli.config import SIZES, RunConfig
 from headrace.cli.config_file import ConfigError, Given, read_config
+from headrace.cli.output import Lasting, lasting
 from headrace.cli.signals import Stop, Stopped
 from headrace.files.atomic import write_file
 from headrace.files.leftovers import lock
@@ -30,15 +31,15 @@ RESULTS = ("config.json", "adapter_config.json")
 def train(
     file: Path | None, flags: Mapping[str, Any], settings: Sequence[str], rest: Sequence[str] = (), watch: bool = False
 ) -> None:
-    """Train as configured; `watch`: with a live view in the terminal. Exits with 130 or 143 after a signal; raises
+    """Train as configured; `watch`: with a live view in the terminal. Exits with 129, 130 or 143 after a signal; raises
     ConfigError (exit code 2) for mistakes."""
     config, given = read_config(file, flags, settings, rest)
     console = Console(highlight=False)
     _print_config(config, given, console)
-    with Stop(console) as stop:
+    with lasting() as output, Stop(console) as stop:
         try:
             with _claimed(Path(config.output), config.resume), _events_shown(console):
-                complete = _run(config, console, stop, watch)
+                complete = _run(config, console, stop, watch, output)
         except ConfigError as error:  # what only the model or the folder shows
             raise error.placed(given) from error
         except Stopped as stopped:
@@ -48,7 +49,7 @@ def train(
         raise typer.Exit(128 + (stop.number or 0))
 
 
-def _run(config: RunConfig, console: Console, stop: Stop, watch: bool) -> bool:
+def _run(config: RunConfig, console: Console, stop: Stop, watch: bool, shown: Lasting) -> bool:
     """True when the run is complete, False when a signal stopped it."""
     from headrace.cli.progress import waiting_on
     from headrace.cli.watch import display_on
@@ -70,7 +71,7 @@ def _run(config: RunConfig, console: Console, stop: Stop, watch: bool) -> bool:
     checkpoints.sweep()
     parts = assemble(config, say, waiting)
     with parts.session:
-        loop = Loop(parts, checkpoints, stop)
+        loop = Loop(parts, checkpoints, stop, shown)
         if config.resume:
             with waiting("looking for a checkpoint"):
                 resumed = loop.resume()
@@ -86,7 +87,7 @@ def _run(config: RunConfig, console: Console, stop: Stop, watch: bool) -> bool:
             try:
                 complete = loop.run(display, log)
             finally:
-                log.events(loop.step, parts.session.events)
+                loop.tell_events(log)
         if complete:
             with waiting("writing the model"):
                 parts.model.save_pretrained(output)

@@ -35,15 +35,18 @@ from headrace.cli.benchmark.shapes import build, is_random, with_adapters
 from headrace.cli.benchmark.told import told
 from headrace.cli.benchmark.work import Work
 from headrace.cli.config_file import ConfigError
+from headrace.cli.output import lasting
 from headrace.cli.signals import Stop, Stopped
 from headrace.hardware.limits import computes_bf16, peak_rss
 from headrace.kernels.threads import available_threads, threads
 
 MISTAKES = (DataError, FormatError, ModelError, OptimizerError, OptionError, PlanError)
 """Errors of opening a session that other flags or another model would not have."""
-ENDED = {signal.SIGALRM: "timeout", signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+ENDED = {signal.SIGALRM: "timeout", signal.SIGINT: "interrupted", signal.SIGTERM: "terminated",
+         signal.SIGHUP: "hung up"}  # fmt: skip
 
 
+@lasting()
 def run(request: Request) -> int:
     """Measure as asked, and print. Returns the exit code. Raises ConfigError for mistakes in the request."""
     from transformers.utils import logging
@@ -67,7 +70,7 @@ def run(request: Request) -> int:
         print(json.dumps(report, indent=None if request.live else 1, default=str), flush=True)
     else:
         print("\n".join(told(report)), flush=True)
-    if stop.number in (signal.SIGINT, signal.SIGTERM):
+    if stop.number is not None and stop.number != signal.SIGALRM:
         return 128 + int(stop.number)
     measured = [work for work in report["works"] if "seconds" in work]
     failed = any("error" in work for work in report["works"])
