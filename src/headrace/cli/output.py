@@ -48,7 +48,7 @@ def lasting() -> Iterator[Lasting]:
     """Inside, what Python prints is lasting, errors too. Gives the standard output."""
     before = sys.stdout, sys.stderr
     output, errors = Lasting(sys.stdout), Lasting(sys.stderr)
-    sys.stdout, sys.stderr = output, errors  # type: ignore[assignment]
+    sys.stdout, sys.stderr = output, errors
     try:
         yield output
     finally:

@@ -22,7 +22,7 @@ from headrace.executor.update_logs import DistantLog, HostLog, Log, LogStages
 from headrace.kernels import ops
 from headrace.optim.ledger import Arrival, Ledger, Verdict
 from headrace.optim.rules import Call, Hyper, Rule
-from headrace.schedule.op import Op
+from headrace.schedule.op import DEVICE_LOG, HOME, RESIDENT, RING, UPDATE_STAGE, Op, kind_of, number_of
 from headrace.spec.model import REST, Unit
 from headrace.spec.placement import DEVICE
 from headrace.store.regions import DTYPES, Regions, typed
@@ -111,10 +111,10 @@ class Actions:
             self.traffic.to_device += self.inputs.load(notes["inputs"], op.visit, op.place)
             return
         unit = self.regions.spec.units[op.unit]
-        stage, _, place = op.place.rpartition(">")
-        nbytes = unit.trained_bytes if place == "r" else unit.stored.nbytes  # an update changes no more
-        target = self.regions.resident(op.unit) if place == "r" else self.regions.places[place]
-        source = self.regions.places[stage] if stage else self.regions.home(op.unit, "weights")
+        stays = kind_of(op.target) == RESIDENT
+        nbytes = unit.trained_bytes if stays else unit.stored.nbytes  # an update changes no more
+        target = self.regions.resident(op.unit) if stays else self.regions.places[op.target]
+        source = self.regions.places[op.source] if op.source else self.regions.home(op.unit, "weights")
         assert source is not None
         target[:nbytes].copy_(source[:nbytes], non_blocking=True)
         self.traffic.to_device += nbytes
@@ -124,17 +124,17 @@ class Actions:
             self.traffic.to_host += self.inputs.send(notes["inputs"], op.visit)
             return
         unit = self.regions.spec.units[op.unit]
-        source, target = op.place.split(">")
+        source, target, stays = op.source, op.target, kind_of(op.source) == RESIDENT
         arrival: Arrival = notes[op.visit if op.visit >= 0 else ("rest", op.unit)]
-        nbytes = unit.grads.nbytes if source == "r" else unit.sent.nbytes
-        if target == "-" or target.startswith("q"):
-            home = self.regions.home(op.unit, "grads") if target == "-" else self.regions.places[target]
+        nbytes = unit.grads.nbytes if stays else unit.sent.nbytes
+        if kind_of(target) in (HOME, RING):
+            home = self.regions.home(op.unit, "grads") if kind_of(target) == HOME else self.regions.places[target]
             assert home is not None
             self.ledger.arrive(op.unit, arrival.present)
             self.ledger.note_square(op.unit, arrival.square)
         else:
             home = self.regions.places[target]
-        if source == "r":
+        if stays:
             weights = self.regions.resident(op.unit)[: unit.trained_bytes]
             self.regions.places["rest"].copy_(weights, non_blocking=True)
         home[:nbytes].copy_(self.regions.places[source][:nbytes], non_blocking=True)
@@ -150,7 +150,7 @@ class Actions:
 
     def _add(self, op: Op, notes: Notes) -> None:
         if op.unit < 0:
-            self.rows.add(int(op.place[1:]), *notes[op.visit])
+            self.rows.add(number_of(op.place), *notes[op.visit])
             return
         unit, arrival = self.regions.spec.units[op.unit], notes[op.visit]
         home = self.regions.home(op.unit, "grads")
@@ -194,10 +194,7 @@ class Actions:
         if verdict is None:
             self._check_early(unit, notes["step"])
             if self.guard is not None and self.guard.watched(notes["step"]) == unit:
-                ring = op.place.rpartition(">")[0]
-                self._judge(
-                    notes["step"], unit, self.regions.places[ring] if ring else self.regions.home(unit, "grads")
-                )
+                self._judge(notes["step"], unit, self._gradients(op))
         end = None
         guessed = self.guesses.settle(unit, scale, notes["step"], notes["groups"], self.ledger.present[unit])
         with self.previews.made(unit):
@@ -239,7 +236,7 @@ class Actions:
 
     def _log(self, place: str) -> Log:
         home = self.regions.places[place]
-        return DistantLog(home, self.log_stages) if place.startswith("v") else HostLog(home)
+        return DistantLog(home, self.log_stages) if kind_of(place) == DEVICE_LOG else HostLog(home)
 
     def _undo(self, op: Op, notes: Notes) -> None:
         self.guesses.undo(op.unit)
@@ -247,17 +244,21 @@ class Actions:
     def _calls(self, op: Op, groups: list[Hyper], scale: float) -> Iterator[Call]:
         """The kernel calls of a unit's update."""
         unit = self.regions.spec.units[op.unit]
-        ring, _, stage = op.place.rpartition(">")
-        weights, state = self.regions.staged(unit, stage) if stage.startswith("u") else (None, None)
+        staged = kind_of(op.target) == UPDATE_STAGE
+        weights, state = self.regions.staged(unit, op.target) if staged else (None, None)
         weights = self.regions.home(op.unit, "weights") if weights is None else weights
         state = self.regions.home(op.unit, "state") if state is None else state
-        grads = self.regions.places[ring] if ring else self.regions.home(op.unit, "grads")
+        grads = self._gradients(op)
         assert weights is not None and grads is not None
         if unit.kind == REST and "rest" in self.regions.places:
             self._adopt(unit, weights, state)
         state = weights[:0] if state is None else state
         present, steps = self.ledger.present[op.unit], self.ledger.steps[op.unit]
         return self.rule.calls(unit, weights, state, grads, groups, present, steps, scale)
+
+    def _gradients(self, op: Op) -> Tensor | None:
+        """Where an update finds them."""
+        return self.regions.places[op.source] if op.source else self.regions.home(op.unit, "grads")
 
     def _adopt(self, unit: Unit, weights: Tensor, state: Tensor | None) -> None:
         """The user may have written into resident weights: what differs from the home becomes the master."""

@@ -22,7 +22,7 @@ from headrace.executor.completion import Cancelled, Completion
 from headrace.executor.interrupts import uninterrupted
 from headrace.executor.lanes import COPY_LANES, HOST_LANES, UPDATE_LANES, Job, ThreadLane, run_job
 from headrace.executor.trace import Mark, Trace
-from headrace.schedule.op import Op, Program
+from headrace.schedule.op import HOME, RESIDENT, Op, Program, kind_of
 
 Notes = dict[Any, Any]
 """What the ops of one walk tell each other: the arrival of a gradient by visit, saved inputs, hyper-parameters."""
@@ -246,7 +246,7 @@ class Walk:
         if not self._executor.overlap:
             self._run_up_to(op.index)
         # Rows that are not on the device are gathered by this thread: an update on the device must be over then.
-        stream = None if op.unit < 0 and op.place == "-" else self._executor.stream()
+        stream = None if op.unit < 0 and kind_of(op.source) == HOME else self._executor.stream()
         for completion in [*(self.done[index] for index in op.after), *self._before[op.index]]:
             completion.wait(stream)
         if self._marks is not None:
@@ -328,5 +328,5 @@ class Walk:
 
 def _prepares(op: Op) -> bool:
     """Whether an op belongs to the visit that follows it: the visit itself, or what brings its weights and inputs."""
-    brings = op.verb in ("READ", "LOAD") and op.region != "state" and op.place != "r"
+    brings = op.verb in ("READ", "LOAD") and op.region != "state" and kind_of(op.target) != RESIDENT
     return brings or op.verb in ("FORWARD", "BACKWARD")

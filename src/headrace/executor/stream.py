@@ -33,7 +33,7 @@ from headrace.model.surroundings import Autocast
 from headrace.model.visit import Block, BlockVisit
 from headrace.schedule import build
 from headrace.schedule.build import ROWS, Visit
-from headrace.schedule.op import Program
+from headrace.schedule.op import RESIDENT, Program, kind_of
 from headrace.spec.model import BLOCK, REST, TILE, ModelSpec
 from headrace.spec.placement import DEVICE, Placement
 from headrace.store.regions import Regions, typed
@@ -195,7 +195,7 @@ class Stream:
             self._live.add(self.current)
         try:
             op = walk.reach()
-            yield self._region(op.place, unit, kind)
+            yield self._region(op.source, unit, kind)
         except BaseException:
             self.abandon()
             raise
@@ -218,7 +218,7 @@ class Stream:
     def _region(self, place: str, unit: int, kind: str) -> Tensor:
         if kind == ROWS:
             return self.regions.device_arena.empty
-        if place == "r":
+        if kind_of(place) == RESIDENT:
             return self.regions.resident(unit)
         return self.regions.places[place][: self.spec.units[unit].stored.nbytes]
 
@@ -276,8 +276,8 @@ class Stream:
         try:
             visit = pass_.again(number, self.regions)
             op = walk.reach()
-            weights, _, self.grad_place = op.place.partition(">")
-            yield self._region(weights, visit.unit, visit.kind)
+            self.grad_place = op.target
+            yield self._region(op.source, visit.unit, visit.kind)
         except BaseException:
             self.abandon()
             raise

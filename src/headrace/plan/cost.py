@@ -16,7 +16,7 @@ from headrace.plan.simulate import Uses
 from headrace.plan.simulate import Work as Taken
 from headrace.plan.subject import Subject, Work, features_out, multiplied
 from headrace.schedule.build import ROWS, previewed
-from headrace.schedule.op import Op
+from headrace.schedule.op import DEVICE_LOG, LOG, RESIDENT, Op, kind_of
 from headrace.spec.footprint import passes_device, stage_bytes
 from headrace.spec.formats import itemsize
 from headrace.spec.hardware import HardwareProfile
@@ -103,7 +103,7 @@ class Costs:
             return self.hidden_bytes
         if op.region == "grads":
             return unit.sent.nbytes
-        return unit.stored.nbytes if op.place != "r" else unit.trained_bytes
+        return unit.trained_bytes if kind_of(op.target) == RESIDENT else unit.stored.nbytes
 
     @property
     def row_gradient_bytes(self) -> int:
@@ -131,7 +131,7 @@ class Costs:
         return Taken(size / rate + SMALLEST, ((way, rate), ("disk", rate), ("memory", rate)))
 
     def _update(self, op: Op) -> Taken:
-        if op.region == "preview" or (op.region == "state" and op.place.startswith(("l", "v"))):
+        if op.region == "preview" or (op.region == "state" and kind_of(op.target) in (LOG, DEVICE_LOG)):
             return Taken(SMALLEST)  # a few numbers are noted, or a guess is confirmed
         unit, rates = self._unit(op), self.profile.updates
         count = sum(entry.numel for entry in unit.trained.entries)
@@ -179,7 +179,7 @@ class Costs:
     def _rows(self, op: Op) -> Taken:
         """An embedding gathers its rows on the host where it streams, and brings back gradients for them."""
         constants = self.profile.calibration
-        if op.place == "r":
+        if kind_of(op.source) == RESIDENT:
             moved = 3 if op.verb == "BACKWARD" else 2
             seconds = moved * self.hidden_bytes / self.profile.compute.memory
             if self.profile.shared and op.verb == "FORWARD":

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from headrace.schedule.op import Op, Program
+from headrace.schedule.op import SLOT, Op, Program, kind_of, number_of
 from headrace.schedule.sides import shared
 from headrace.spec.formats import itemsize
 from headrace.spec.model import REST, TILE, ModelSpec, Unit
@@ -107,9 +107,9 @@ class _Builder:
 
     def free(self, place: str, later: Sequence[int], unit: int) -> None:
         """After the compute op: give the slot up when nothing in this pass needs its content any more."""
-        if place != "r" and unit not in later:
+        if kind_of(place) == SLOT and unit not in later:
             self.add("FREE", "weights", unit, place, "compute", [f"slot:{place}"], [f"slot:{place}"])
-            self.slots[int(place[1:])] = None
+            self.slots[number_of(place)] = None
 
     def guess(self, unit: int, log: str) -> None:
         """Update a unit as if its gradients needed no clipping; `log`: what it can be taken back from."""

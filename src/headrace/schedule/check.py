@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
+from headrace.schedule.op import HOME, LANES, MATRIX, NOWHERE, RESIDENT, SLOT, VERBS, Op, Program, kind_of, number_of
 
-from headrace.schedule.op import LANES, VERBS, Op, Program
-
-_PLACE = re.compile(r"[shgaquilv]\d+")
+UNSHARED = (HOME, MATRIX, NOWHERE, RESIDENT)
+"""Places that no other unit's op uses."""
 
 
 def check(program: Program) -> list[str]:
@@ -47,20 +46,18 @@ def check(program: Program) -> list[str]:
 
 def _touched(op: Op) -> tuple[list[str], list[str]]:
     """(places that it reads, places that it writes)."""
-    source, _, target = op.place.rpartition(">")
     if op.verb in ("FORWARD", "BACKWARD"):
-        weights, _, grads = op.place.partition(">")
         inputs = [token.removeprefix("free:") for token in op.gives if token.startswith("free:")]
-        reads, writes = [weights, *inputs], [grads]
+        reads, writes = [op.source, *inputs], [op.target]
     elif op.verb in ("LOAD", "SEND"):
-        reads, writes = [source], [target]
+        reads, writes = [op.source], [op.target]
     elif op.verb in ("WRITE", "ADD"):
-        reads, writes = [op.place], []
+        reads, writes = [op.target], []
     elif op.verb == "UPDATE":
-        reads, writes = [source, target], [target]
+        reads, writes = [op.source, op.target], [op.target]
     else:
-        reads, writes = [], [op.place]
-    return [p for p in reads if _PLACE.fullmatch(p)], [p for p in writes if _PLACE.fullmatch(p)]
+        reads, writes = [], [op.target]
+    return [p for p in reads if kind_of(p) not in UNSHARED], [p for p in writes if kind_of(p) not in UNSHARED]
 
 
 def _check_slots(program: Program) -> list[str]:
@@ -68,10 +65,10 @@ def _check_slots(program: Program) -> list[str]:
     faults = []
     slots: list[int | None] = list(program.slots_before)
     for op in program.ops:
-        place = op.place.rpartition(">")[2] if op.verb == "LOAD" else op.place.partition(">")[0]
-        if not (place.startswith("s") and _PLACE.fullmatch(place)):
+        place = op.source if op.verb in ("FORWARD", "BACKWARD") else op.target
+        if kind_of(place) != SLOT:
             continue
-        slot = int(place[1:])
+        slot = number_of(place)
         if op.verb in ("LOAD", "READ"):
             slots[slot] = op.unit
         elif slots[slot] != op.unit:

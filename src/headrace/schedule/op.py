@@ -16,6 +16,26 @@ LANES = ("read", "state", "write", "h2d", "d2h", "compute", "host", "device")
 """In-order queues. `host` and `device` update weights, each where its name says. `read` brings weights from disk and
 `state` the optimizer's state, so that the weights of the next forward do not queue behind the state of every block."""
 
+SLOT, STAGE, UPDATE_STAGE = "weight slot", "host stage", "update stage"
+GRAD_SLOT, GRAD_STAGE = "gradient slot", "gradient stage"
+INPUT, RING, LOG, DEVICE_LOG = "input slot", "ring", "log", "log on the device"
+MATRIX, RESIDENT, HOME, NOWHERE = "matrix", "resident", "home", "nowhere"
+KINDS = {
+    "s": SLOT, "h": STAGE, "g": GRAD_SLOT, "a": GRAD_STAGE, "u": UPDATE_STAGE, "i": INPUT, "q": RING, "l": LOG,
+    "v": DEVICE_LOG, "m": MATRIX, "r": RESIDENT, "-": HOME, "": NOWHERE,
+}  # fmt: skip
+"""What a place is, by the letter that its name begins with."""
+
+
+def kind_of(place: str) -> str:
+    """What a single place is, as in "s1": a weight slot. Raises KeyError for what is no place."""
+    return KINDS[place[:1]]
+
+
+def number_of(place: str) -> int:
+    """Which of its kind it is."""
+    return int(place[1:])
+
 
 @dataclass(frozen=True)
 class Op:
@@ -29,9 +49,9 @@ class Op:
     unit: int
     """Index of the unit; -1 where there is none."""
     place: str
-    """Where it goes or works: s1 a weight slot, h0 a host stage, g0 a gradient slot, u2 an update stage, i0 an input
-    slot, q1 a place of the gradient ring, l0 the log of a guess, r the unit's own device memory, - its home; g1>- from
-    where to where (of a BACKWARD: weights, gradients)."""
+    """Where it goes or works: s1 a weight slot, h0 a host stage, g0 a gradient slot, a0 a host stage of gradients, u2
+    an update stage, i0 an input slot, q1 a place of the gradient ring, l0 and v0 logs of a guess, m0 rows of a matrix,
+    r the unit's own device memory, - its home; g1>- from where to where (of a BACKWARD: weights, gradients)."""
     lane: str
     after: tuple[int, ...] = ()
     """Earlier ops of this program it waits for."""
@@ -41,6 +61,21 @@ class Op:
     """Tokens that stand for this op from now on."""
     visit: int = -1
     """Position of the compute op's call in its pass."""
+
+    @property
+    def source(self) -> str:
+        """Where it takes from, of a compute op its weights; "" where the place says nothing of it."""
+        return self._ends[0]
+
+    @property
+    def target(self) -> str:
+        """Where it goes or works, of a BACKWARD its gradients; "" likewise."""
+        return self._ends[1]
+
+    @property
+    def _ends(self) -> tuple[str, str]:
+        first, arrow, second = self.place.partition(">")
+        return (first, second) if arrow or self.verb in ("FORWARD", "BACKWARD") else ("", first)
 
     def __str__(self) -> str:
         waits = [str(i) for i in self.after] + [f"{token}'" for token in self.before]
@@ -93,6 +128,8 @@ def _parse_op(line: str) -> Op:
     if not match:
         raise ValueError(f"not an op: {line!r}")
     index, verb, region, unit, place, lane, visit, waits, gives = match.groups()
+    if any(end[:1] not in KINDS for end in place.split(">")):
+        raise ValueError(f"no place of an op: {place!r} in {line!r}")
     words = (waits or "").split()
     after = tuple(int(word) for word in words if not word.endswith("'"))
     before = tuple(word[:-1] for word in words if word.endswith("'"))

@@ -247,8 +247,7 @@ def _disk_rates(session: Session, at_most: int) -> dict[str, float]:
                if regions.extent(unit.index, region) is not None and unit.region_bytes(region)]  # fmt: skip
     if not extents:
         return {}
-    room = max((place for name, place in regions.places.items() if name[0] in "hu" or place.device.type == "cpu"),
-               key=Tensor.numel)  # fmt: skip
+    room = max((place for place in regions.places.values() if place.device.type == "cpu"), key=Tensor.numel)
     chosen = [(unit, region) for unit, region in extents if unit.region_bytes(region) <= room.numel()]
     return _disk_passes(session, _first(chosen, at_most), room)
 

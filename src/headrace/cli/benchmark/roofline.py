@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from headrace.cli.benchmark.arithmetic import Alone
 from headrace.executor.trace import Span
+from headrace.schedule.op import DEVICE_LOG, LOG, kind_of
 from headrace.session.measuring import LaneRates
 from headrace.spec.model import ModelSpec
 
@@ -82,7 +83,8 @@ def loads(spans: Sequence[Span], spec: ModelSpec, steps: int) -> dict[str, Load]
         if unit is not None and (span.op.verb, span.op.region) == ("UPDATE", "state"):
             count = sum(entry.numel for entry in unit.trained.entries)
             elements[span.lane] += count
-            early[span.lane] += count * (span.program == "backward" or span.op.place.startswith(("l", "v")))
+            guessed = kind_of(span.op.target) in (LOG, DEVICE_LOG)
+            early[span.lane] += count * (span.program == "backward" or guessed)
     return {
         lane: Load(seconds / steps, moved[lane] / steps, elements[lane] / steps, early[lane] / steps)
         for lane, seconds in busy.items()
