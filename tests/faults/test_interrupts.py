@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import functools
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +20,7 @@ from torch import nn
 
 import headrace
 from against_plain import assert_close, assert_equal, batch, gradients, sgd, streamed, toy, toy_loss, weights
+from headrace.executor import root
 from headrace.executor.actions import Actions
 from headrace.executor.executor import Executor, Walk
 from headrace.executor.lanes import ThreadLane
@@ -214,6 +219,62 @@ def test_an_interrupt_that_somebody_keeps_keeps_no_shape_of_an_embedding() -> No
         optimizer.zero_grad()
         toy_loss(ours, batch(3, 9)).backward()
         toy_loss(model, batch(3, 9)).backward()
+        assert_close(gradients(ours), gradients(model))
+    assert kept.value.__traceback__ is not None
+
+
+def at_the_end_of(loss: torch.Tensor) -> None:
+    """Ctrl-C in the last kernel of its backward: Python hears of it as soon as autograd calls it again."""
+    raises = functools.partial(ctypes.CDLL(None)["raise"], int(signal.SIGINT))
+    engine: Any = torch.autograd.Variable._execution_engine
+    loss.register_hook(lambda grad: engine.queue_callback(raises))
+
+
+def noted(target: Any) -> Any:
+    """A weak reference, made as Ctrl-C comes."""
+    made = weakref.ref(target)
+    del target
+    os.kill(os.getpid(), signal.SIGINT)
+    return made
+
+
+@pytest.mark.parametrize("place", ["begin", "middle", "end"])
+def test_an_interrupt_that_somebody_keeps_is_no_backward_under_way(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """Its frames are alive, and micro-batches in other threads use the model all the same."""
+    model, ids = toy(), batch()
+    with streamed(model) as (ours, optimizer):
+        loss = toy_loss(ours, ids)
+        with monkeypatch.context() as patched:
+            if place == "begin":
+                patched.setattr(root, "weakref", SimpleNamespace(ref=noted))
+            elif place == "middle":
+                patched.setattr(Ledger, "arrive", interrupting(Ledger.arrive))
+            else:
+                at_the_end_of(loss)
+            with pytest.raises(KeyboardInterrupt) as kept:
+                loss.backward()
+        assert not headrace.session(ours)._stream.roots.busy()
+        optimizer.zero_grad()
+        headrace.accumulate(lambda part: toy_loss(ours, part), [ids, ids]).backward()
+        for _ in range(2):
+            toy_loss(model, ids).backward()
+        assert_close(gradients(ours), gradients(model))
+    assert kept.value.__traceback__ is not None
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_an_interrupt_that_somebody_keeps_is_no_forward_under_way(micro_batches: int) -> None:
+    """In this thread, or as micro-batches run in others, which it ends: the next are the only ones."""
+    model, ids = toy(), batch()
+    with streamed(model) as (ours, _):
+        handle = ours.norm.register_forward_hook(interrupting(lambda *given: None))
+        with pytest.raises(KeyboardInterrupt) as kept:
+            headrace.accumulate(lambda part: toy_loss(ours, part), [ids] * micro_batches)
+        handle.remove()
+        headrace.accumulate(lambda part: toy_loss(ours, part), [ids, ids]).backward()
+        toy_loss(ours, ids).backward()
+        for _ in range(3):
+            toy_loss(model, ids).backward()
         assert_close(gradients(ours), gradients(model))
     assert kept.value.__traceback__ is not None
 

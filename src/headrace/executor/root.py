@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.base.errors import StepError
+from headrace.executor.interrupts import uninterrupted
 from headrace.executor.window import window
 from headrace.model.containers import leaves
 from headrace.model.numpy_state import user_code_ran
@@ -38,7 +40,10 @@ class Roots:
 
     def __init__(self) -> None:
         self._calls: list[RootCall] = []
-        self._ending: weakref.ref[_Ending] | None = None
+        self._ending: weakref.ref[Callable[[], None]] | None = None
+        """What autograd calls at the end of a backward, and holds as long as it lives. Nobody else may: an interrupt
+        that somebody keeps would keep it with its frames, and the backward would never seem to be over."""
+        self._over = False
         self._backward_thread = 0
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -87,9 +92,16 @@ class Roots:
         """Autograd begins one, in this thread. `ended` is called when it is over, unless an error ends it."""
         self.check_backward()
         user_code_ran()
-        ending = _Ending(ended)
-        torch.autograd.Variable._execution_engine.queue_callback(ending)
-        self._ending, self._backward_thread = weakref.ref(ending), threading.get_ident()
+        with uninterrupted():
+            self._over, self._backward_thread = False, threading.get_ident()
+            ending = functools.partial(self._end, ended)
+            self._ending = weakref.ref(ending)
+            torch.autograd.Variable._execution_engine.queue_callback(ending)
+            del ending
+
+    def _end(self, ended: Callable[[], None]) -> None:
+        self._over = True
+        ended()
 
     def check_backward(self) -> None:
         """Raise StepError when another thread is inside a backward."""
@@ -98,29 +110,19 @@ class Roots:
 
     def busy(self) -> bool:
         """Whether a call or a backward is under way, or has just failed."""
-        ending = self._ending() if self._ending is not None else None
-        return bool(self._calls) or (ending is not None and not ending.over)
+        return bool(self._calls) or self._lives()
 
     def in_backward(self) -> bool:
         """Whether one is under way. Autograd lets go of one that failed a moment late: other threads wait for that."""
         patience = time.monotonic() + 1.0
-        while (ending := self._ending() if self._ending is not None else None) is not None and not ending.over:
+        while self._lives():
             if self._backward_thread == threading.get_ident() or time.monotonic() > patience:
                 return True
-            del ending
             time.sleep(0.01)
         return False
 
-
-class _Ending:
-    """What autograd calls at the end of a backward. It holds this object as long as the backward lives."""
-
-    def __init__(self, ended: Callable[[], None]) -> None:
-        self._ended, self.over = ended, False
-
-    def __call__(self) -> None:
-        self.over = True
-        self._ended()
+    def _lives(self) -> bool:
+        return not self._over and self._ending is not None and self._ending() is not None
 
 
 def _depth(thread: int, module: nn.Module) -> int:
