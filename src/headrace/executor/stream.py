@@ -41,6 +41,8 @@ from headrace.store.regions import Regions, typed
 SMALLEST_STASH = 1 << 16
 """Bytes below which a saved input is not worth a copy."""
 
+_never: Callable[..., bool] = lambda *given: False
+
 
 class Stream:
     """Leases weights for forward and backward visits, on one walk at a time."""
@@ -51,7 +53,7 @@ class Stream:
     ) -> None:  # fmt: skip
         self.regions = regions
         self.executor, self.actions, self.inputs, self.sink = executor, actions, inputs, sink
-        self.device, self.rows, self.events = regions.device, rows, events
+        self.device, self.rows, self.events, self.tell_once = regions.device, rows, events, events.once
         self.evaluated_rows: int | None = None  # those that pass at a time without gradients, where not all fit
         self.roots = Roots()
         executor.settle = weakref.WeakMethod(self.settle)
@@ -63,10 +65,7 @@ class Stream:
         self.looked: Callable[..., None] = lambda writes=False: None  # called when somebody uses or writes weights
         self.grad_place = ""
         """Where the backward visit under way puts its gradients: a gradient slot, or "" for the unit's own region."""
-        self.trial: Callable[..., bool] = lambda *given: False  # see model.visit.Stream
-        self.survives: Callable[..., bool] = lambda *given: False  # so too
-        self.recovers: Callable[..., bool] = lambda *given: False  # so too
-        self.divides: Callable[..., bool] = lambda *given: False  # so too
+        self.trial = self.survives = self.recovers = self.divides = _never  # see model.visit.Stream
         self.witness: Callable[..., None] = lambda *given: None  # so too
         self.begun: Callable[[], None] = lambda: None
         """Called at a backward's first visit, before gradients are added."""
@@ -180,9 +179,6 @@ class Stream:
         visit.saved.record = None
         visit.saved.pass_.inputs.pop(visit.number, None)
 
-    def tell_once(self, key: str, kind: str, text: str, **numbers: object) -> None:
-        self.events.once(key, kind, text, **numbers)
-
     # -- forward ----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -199,10 +195,13 @@ class Stream:
         except BaseException:
             self.abandon()
             raise
-        if self._walk is not walk:  # it was interrupted: what stands for this visit is all that it has issued
+        if self._walk is walk:
+            self._leave(walk)
+        else:  # it was interrupted: what stands for this visit is all that it has issued
             for token in op.gives:
                 self.executor.publish(token)
-            return
+
+    def _leave(self, walk: Walk) -> None:
         walk.leave()
         if walk.expected is None:
             walk.finish()
@@ -281,10 +280,8 @@ class Stream:
         except BaseException:
             self.abandon()
             raise
-        walk.leave()
-        if walk.expected is None:
-            walk.finish()
-            self.slots, self._walk = walk.program.slots_after, None
+        if self._walk is walk:
+            self._leave(walk)
 
     def _arrive_backward(self, pass_: Pass, number: int) -> Walk:
         if pass_.updates != self.updates:
@@ -335,7 +332,8 @@ class Stream:
     def note(self, number: int, end: Callable[[], Any]) -> None:
         """Tell the ops that follow a backward visit what it produced, which `end` gives. Ctrl-C comes before or after:
         what has arrived is known to be held, and can be dropped."""
-        assert self._walk is not None and self.backward_of is not None
+        if self._walk is None or self.backward_of is None:  # the lease was given up
+            return
         with uninterrupted():
             self._walk.notes[number] = end()
             if self.weights_wanted:

@@ -45,47 +45,37 @@ def differentiated(
 ) -> list[Tensor | None]:
     """The visit's backward, under its lease. Raises torch.OutOfMemoryError when it does not fit, or cannot be had
     again."""
-    stream, dividing = visit.stream, False
+    stream = visit.stream
     while True:
         over = False
         try:
             with stream.leased(visit, backward=True):
                 tensors = stream.fetch(visit, saved)
-                if dividing:  # with the weights here; its gradients are added up in another manner under a new lease
-                    raise _Divided(_divide(visit, tensors))
                 found = visit.backward(tensors, needs, grads)
                 over = True
                 stream.witness(visit, tensors, needs, grads)
             return found
         except torch.OutOfMemoryError as error:
             reason = str(error)
-        except _Divided as done:
-            dividing = not done.ok
-            if done.ok:
-                continue
         tensors = []
         _let_go()
-        if over or visit.draws or stream.mixed or dividing:
+        if over or visit.draws or stream.mixed:
             raise torch.OutOfMemoryError(reason)
         if not stream.recovers(reason, spent=visit.keeps):
-            if visit.keeps:
-                raise torch.OutOfMemoryError(reason)
-            dividing = stream.divides(visit, reason)
-            if not dividing:
+            if visit.keeps or not stream.divides(visit, reason) or not _divide(visit, saved):
                 raise torch.OutOfMemoryError(reason)
 
 
-class _Divided(Exception):
-    """The visit's slices were divided, if `ok`."""
-
-    def __init__(self, ok: bool) -> None:
-        super().__init__()
-        self.ok = ok
-
-
-def _divide(visit: BlockVisit, tensors: Sequence[Tensor]) -> bool:
+def _divide(visit: BlockVisit, saved: Sequence[Tensor | None]) -> bool:
     """Let the visit's backward recompute and differentiate no more rows at a time than `Stream.rows`, whatever its
     forward did. False where it is not known which dimensions hold them."""
+    with visit.stream.leased(visit, backward=True):
+        divided = _sliced(visit, visit.stream.fetch(visit, saved))
+        visit.stream.abandon()  # its gradients are added up in another manner now, under a new lease
+    return divided
+
+
+def _sliced(visit: BlockVisit, tensors: Sequence[Tensor]) -> bool:
     most, start = visit.stream.rows, 0
     assert most is not None
     for call, count in zip(visit.calls, visit.counts, strict=True):

@@ -99,6 +99,9 @@ class Stream(Protocol):
     def leased(self, visit: BlockVisit, backward: bool) -> contextlib.AbstractContextManager[None]:
         """The block's parameters point at its weights inside; gradients are collected in a backward."""
 
+    def abandon(self) -> None:
+        """Give up the lease: nothing that was done under it counts."""
+
     def stash(self, visit: BlockVisit, tensors: Sequence[Tensor]) -> list[Tensor | None]:
         """Send some argument tensors to wait elsewhere until the backward; None in place of each of them."""
 
