@@ -10,7 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from adapted import lora
 from cpu.test_cli_world import headrace, save_model
+from headrace.checkpoint.packed import save_quantised
+from headrace.model.build import load_model
+from quantised_models import decoded, every
 
 
 @pytest.fixture(scope="module")
@@ -92,18 +96,30 @@ def test_a_damaged_file_is_named(folder: Path, tmp_path: Path) -> None:
     assert printed.splitlines()[-1].startswith(f"error: {path} is shorter than its header says.")
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore::FutureWarning:transformers")
 @pytest.mark.parametrize("adapter", [False, True])
-def test_packed_weights_are_no_model_of_plain_transformers(folder: Path, tmp_path: Path, adapter: bool) -> None:
-    base, asked = tmp_path / "packed", tmp_path / ("adapter" if adapter else "packed")
-    shutil.copytree(folder, base)
-    next(base.glob("*.safetensors")).rename(base / "packed.safetensors")
+def test_packed_weights_are_sampled_as_they_decode(folder: Path, tmp_path: Path, adapter: bool) -> None:
+    """Also below an adapter, as a run on a packed base leaves it. The words are those of the decoded model."""
+    save_quantised(load_model(folder, quantize=every("nf4")), tmp_path / "packed")
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    decoded(plain, "nf4", all_of_them=True).save_pretrained(tmp_path / "decoded")
     if adapter:
-        asked.mkdir()
+        pytest.importorskip("peft")
+        lora(plain).save_pretrained(tmp_path / "adapter")
+    shown = []
+    for name in ("packed", "decoded"):
+        asked = tmp_path / name
+        if adapter:
+            asked = tmp_path / f"on {name}"
+            shutil.copytree(tmp_path / "adapter", asked)
+            told = json.loads((asked / "adapter_config.json").read_text())
+            told["base_model_name_or_path"] = str(tmp_path / name)
+            (asked / "adapter_config.json").write_text(json.dumps(told))
         shutil.copy(folder / "tokenizer.json", asked)
-        (asked / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
-    code, printed = headrace("sample", str(asked), "x")
-    assert code == 1 and "loading" not in printed
-    assert f"{base} holds packed weights" in printed and ("headrace merge" in printed) is adapter
+        code, printed = headrace("sample", str(asked), "the cat", "--temperature", "2", "--max-new-tokens", "9")
+        assert code == 0, printed
+        shown.append(printed.splitlines()[-1])
+    assert shown[0] == shown[1]
 
 
 def test_an_empty_prompt(folder: Path) -> None:

@@ -1,4 +1,7 @@
-"""`headrace sample`: plain transformers generation from a folder, as anybody else would load it, shown as it comes."""
+"""`headrace sample`: plain transformers generation from a folder, as anybody else would load it, shown as it comes.
+
+What nobody else loads, packed weights, is decoded into memory first.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,6 @@ def sample(folder: str, prompt: str, *, max_new_tokens: int, temperature: float,
     """
     base = _base_of(Path(folder))
     _check_folder(Path(folder))
-    _refuse_packed(Path(folder if base is None else base), base is not None)
     places = [Path(folder), *([Path(base)] if base is not None else [])]
     size = sum(path.stat().st_size for place in places for path in place.glob("*.safetensors"))
     with waiting_on(Console(stderr=True, highlight=False))(f"loading the model ({format_bytes(size)})"):
@@ -40,7 +42,9 @@ def sample(folder: str, prompt: str, *, max_new_tokens: int, temperature: float,
         for place in places:
             for path in place.glob("*.safetensors"):
                 read_header(path)  # says of a damaged file what is wrong with it
-        model = _loaded(AutoModelForCausalLM, folder if base is None else base, dtype="auto")
+        origin = folder if base is None else base
+        packed = any(Path(origin).glob("packed*.safetensors"))
+        model = _decoded(origin) if packed else _loaded(AutoModelForCausalLM, origin, dtype="auto")
         if base is not None:
             with quiet_peft():
                 model = _loaded(peft_library().PeftModel, folder, model=model)
@@ -81,18 +85,6 @@ def _check_folder(folder: Path) -> None:
         )
 
 
-def _refuse_packed(folder: Path, has_adapter: bool) -> None:
-    packed = sorted(path.name for path in folder.glob("packed*.safetensors"))
-    if packed:
-        advice = (
-            "headrace merge makes an ordinary model of it and its adapter" if has_adapter else "sample the original"
-        )
-        raise ModelError(
-            f"{folder} holds packed weights, which plain transformers does not load", f"found {packed[0]}",
-            f"{advice}; in Python headrace.load_model opens it",
-        )  # fmt: skip
-
-
 def _inputs(tokenizer: Any, prompt: str, chat: bool) -> Any:
     """The prompt as tokens, a batch of one."""
     text = prompt
@@ -118,3 +110,17 @@ def _loaded(kind: Any, folder: str, model: Any = None, **options: Any) -> Any:
             f"the model in {folder} cannot be loaded", " ".join(str(error).split())[:300],
             "Give the output folder of a finished training run",
         ) from error  # fmt: skip
+
+
+def _decoded(folder: str) -> Any:
+    """The model of a packed folder, its weights decoded: an ordinary model in memory."""
+    from headrace.model.build import load_model
+    from headrace.model.parked import unpark
+
+    model = load_model(folder)
+    for parameter in model.parameters():
+        value = parameter.detach().plain()
+        unpark(parameter)
+        parameter.data = value
+    model._headrace_source.close()
+    return model
