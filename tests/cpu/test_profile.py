@@ -55,8 +55,11 @@ def test_a_profile_is_measured_once_and_its_memory_is_read_anew(
     assert again.updates == first.updates
     headrace.profile_hardware("cpu", tmp_path, refresh=True)
     assert len(cache) == 8
-    assert headrace.profile_hardware("cpu").disk is None, "another folder, or none, is another profile"
-    assert len(cache) == 11
+    assert headrace.profile_hardware("cpu").disk is None
+    told.clear()
+    other = headrace.profile_hardware("cpu", tmp_path / "other", progress=lambda *each: told.append(each))
+    assert cache[8:] == ["disk"] and told == [("disk", 0, 1)], "all folders share what is measured of the rest"
+    assert other.link == first.link and profile.known_profile(CPU, tmp_path / "other") is not None
 
 
 def test_another_torch_or_a_damaged_file_is_measured_again(cache: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """The profile of this machine: measured in under a minute, kept in a cache until device, driver or torch change.
 
-What cannot be measured here is left out (no GPU: the device is the CPU; no folder: no disk). Ctrl-C ends it between two
-measurements, and nothing is kept then.
+What cannot be measured here is left out (no GPU: the device is the CPU; no folder: no disk). Each disk folder is
+measured for itself, the rest once. Ctrl-C ends it between two measurements, and nothing is kept then.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ def profile_hardware(
     free memory is always read anew. Raises StoreError when the folder cannot be written.
     """
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    path = cache_path(chosen, folder)
+    path, alone = cache_path(chosen, folder), cache_path(chosen, None)
     known = None if refresh else _kept(path)
     if known is None:
-        known = _measured(chosen, folder, progress or (lambda what, done, count: None))
-        with suppress(OSError, StoreError):  # a cache that cannot be written costs the next call a minute
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(path, json.dumps(known.to_json(), indent=1))
+        without = None if refresh or folder is None else _kept(alone)
+        known = _measured(chosen, folder, progress or (lambda what, done, count: None), without)
+        _keep(path, known)
+        if without is None:
+            _keep(alone, known.with_disk(None))
     return _with_room(known, chosen, folder)
 
 
@@ -71,6 +72,12 @@ def cache_path(device: torch.device, folder: str | os.PathLike[str] | None) -> P
     return base / "profiles" / f"{re.sub(r'[^A-Za-z0-9]+', '-', _name(device)).strip('-').lower()}-{digest}.json"
 
 
+def _keep(path: Path, found: HardwareProfile) -> None:
+    with suppress(OSError, StoreError):  # a cache that cannot be written costs the next call a minute
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, json.dumps(found.to_json(), indent=1))
+
+
 def _kept(path: Path) -> HardwareProfile | None:
     try:
         return HardwareProfile.from_json(json.loads(path.read_text(encoding="utf-8")))
@@ -78,26 +85,28 @@ def _kept(path: Path) -> HardwareProfile | None:
         return None
 
 
-def _measured(device: torch.device, folder: str | os.PathLike[str] | None, told: Told) -> HardwareProfile:
-    count = 5 - (folder is None)
-    told("link", 0, count)
-    link = measure.link(device)
-    told("updates", 1, count)
-    updates = measure.updates(device)
-    told("matrix products and attention", 2, count)
-    compute = measure.compute(device)
-    told("memory", 3, count)
-    grows = memory_grows()
-    disk = None
-    if folder is not None:
-        told("disk", 4, count)
-        disk = measure.disk(folder)
+def _measured(
+    device: torch.device, folder: str | os.PathLike[str] | None, told: Told, known: HardwareProfile | None = None
+) -> HardwareProfile:
+    """`known`: the same without a disk, so that all profiles of a machine agree on the rest."""
+    count = (folder is not None) + 4 * (known is None)
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    return HardwareProfile(
-        _name(device), device.type, link, updates, compute, MemoryRoom(0, 0, 0, 0, grows=grows), disk,
-        available_threads(), driver_version(device), torch.__version__, now,
-        calibration_of(device),
-    )  # fmt: skip
+    if known is None:
+        told("link", 0, count)
+        link = measure.link(device)
+        told("updates", 1, count)
+        updates = measure.updates(device)
+        told("matrix products and attention", 2, count)
+        compute = measure.compute(device)
+        told("memory", 3, count)
+        known = HardwareProfile(
+            _name(device), device.type, link, updates, compute, MemoryRoom(0, 0, 0, 0, grows=memory_grows()), None,
+            available_threads(), driver_version(device), torch.__version__, now, calibration_of(device),
+        )  # fmt: skip
+    if folder is None:
+        return known
+    told("disk", count - 1, count)
+    return known.with_disk(measure.disk(folder))
 
 
 def calibration_of(device: torch.device) -> Calibration:
