@@ -143,6 +143,12 @@ def test_the_table_the_reason_and_the_picture(tmp_path: Path) -> None:
     assert any(text.startswith("BACKWARD u") for text in spans) and any(text.startswith("UPDATE u") for text in spans)
 
 
+def test_the_reason_beside_json_is_no_part_of_it() -> None:
+    result = CliRunner().invoke(app, ["plan", "tiny", *DESKTOP, "--batch", "1", "--json", "--why"])
+    assert json.loads(result.stdout)[0]["mode"] == "full"
+    assert "Why full, AdamW:" in result.stderr
+
+
 def config_folder(folder: Path, config: transformers.PretrainedConfig) -> Path:
     folder.mkdir()
     config.save_pretrained(folder)

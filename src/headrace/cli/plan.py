@@ -93,7 +93,8 @@ def plan(
         str, typer.Option("--endurance", metavar="SIZE", help="Bytes that the disk is rated to be written with.")
     ] = "600TB",
     why: Annotated[
-        bool, typer.Option("--why", help="Explain the one that is chosen, and the cheapest upgrade that would help.")
+        bool, typer.Option("--why", help="Explain the one that is chosen, and the cheapest upgrade that would help; "
+                           "on stderr beside --json.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects, one for each way.")] = False,
     plot: Annotated[

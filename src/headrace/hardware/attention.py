@@ -21,6 +21,8 @@ _MEMBERS = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient":
 LARGEST = 64 << 20
 """Bytes of the queries that are drawn to measure with: more rows than these take say nothing else."""
 TIMES = 5
+DIFFERS = "its gradients differ from run to run"
+"""Why a kernel is left out under deterministic algorithms, also one that was asked for by name."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def _measured(
         try:
             with preferring((name,)):
                 if repeatable and not _repeats(both):
-                    left[name] = "its gradients differ from run to run"
+                    left[name] = DIFFERS
                     continue
                 seconds[name] = _seconds(both, device)
         except RuntimeError as error:  # it cannot, or there is no memory for it

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.base.events import EventLog
-from headrace.hardware.attention import NAMES, Shape, attention_kernels, preferring
+from headrace.hardware.attention import DIFFERS, NAMES, Shape, attention_kernels, preferring
 
 AUTO = "auto"
 CLOSE = 0.97
@@ -71,7 +71,7 @@ class Attention:
             able = self._wish in seconds or (self._wish == "math" and left.get("math") == "another kernel runs")
             why = "" if able else f", which cannot: {left.get(self._wish)}; others compute then"
             self._events.add("attention", f"{at} by {self._wish}{why}", **numbers)
-            return _first(self._wish)
+            return tuple(name for name in _first(self._wish) if left.get(name) != DIFFERS)
         if not seconds:
             self._events.add("attention", f"{at}: no kernel ran alone, torch chooses; {left}", tried=len(left))
             return ()

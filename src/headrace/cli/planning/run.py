@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,10 @@ def run(request: Request) -> int:
         print(told.commands(found, [shlex.join(words) for words in flags], name, packed))
         if best is None:
             print(told.instead(largest(base, profile, budgets, asked), asked))
-    if request.why and not request.as_json:
+    if request.why:
         shown = best or min((each for each in found if each.mode.ready), key=lambda each: each.shortfall)
         better = upgrades(shown.mode, base, profile, asked, shown, *limits)
-        print(told.why(shown, profile, budgets, better))
+        print(told.why(shown, profile, budgets, better), file=sys.stderr if request.as_json else sys.stdout)
     if request.plot is not None:
         drawn = best or next((each for each in found if each.fits), None)
         write_file(request.plot, picture(base.name, profile, budgets, drawn, found))
