@@ -13,7 +13,8 @@ from torch import Tensor
 
 import headrace
 import tiny_checkpoints as tiny
-from against_plain import llama
+from adapted import lora
+from against_plain import adamw, llama, streamed
 from cpu.test_cli_world import headrace as command
 from cpu.test_cli_world import save_model
 from cpu.test_load_memory import MIB, WIDE, LiveBytes
@@ -141,3 +142,21 @@ def test_the_command_prints_what_it_keeps_and_the_folder_has_it(tmp_path: Path) 
     assert code == 2 and "needs one limit" in said
     code, said = command("quantize", str(source), str(tmp_path / "c"), "--most-error", "0.0000001")
     assert code == 2 and "quantises nothing" in said and not (tmp_path / "c").exists()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore::FutureWarning:transformers")
+def test_a_map_holds_when_adapters_come() -> None:
+    """It names weights as the model has them; peft renames what it adapts. So it is with what is measured then."""
+    pytest.importorskip("peft")
+    plain = uneven()
+    given = every("nf4", overrides={"*.0.mlp.down_proj.weight": "fp8"}, sensitive=("*.up_proj.weight",))
+    found = precision_by_error(plain, given, bits=13)
+    model = lora(uneven(), target_modules=["q_proj", "down_proj", "up_proj"])
+    assert precision_by_error(model, given, bits=13) == found
+    chosen = {name: codec for name, codec in codecs(found, matrices(plain)).items() if codec != "bf16"}
+    assert {"nf4", "int8", "fp8"} == set(chosen.values()) and not any("up_proj" in name for name in chosen)
+    with streamed(model, adamw, quantize=found) as (ours, _):
+        pieces = headrace.session(ours).spec.pieces()
+        stored = {entry.name: entry.codec for _, _, entry in pieces if entry.codec is not None}
+    renamed = {name.replace(".base_layer", "").removeprefix("base_model.model."): name for name in stored}
+    assert {name: stored[there] for name, there in renamed.items()} == chosen

@@ -109,16 +109,16 @@ def _measured(candidate: Candidate, precision: PrecisionMap, chosen: str | None)
     value = candidate.parameter.detach()
     numel, own = value.numel(), value.numel() * itemsize(str(value.dtype).removeprefix("torch."))
     if chosen is None:
-        return Rungs(candidate.name, numel, (KEPT,), (own,), (0.0,), free=False)
+        return Rungs(candidate.base_name, numel, (KEPT,), (own,), (0.0,), free=False)
     shape = tuple(value.shape)
     codecs = [chosen]
-    free = not any(fnmatch(candidate.name, pattern) for pattern, _ in precision.pairs)
+    free = not any(fnmatch(candidate.base_name, pattern) for pattern, _ in precision.pairs)
     if free and chosen != BETTER and codec_named(chosen).nbytes(shape) <= codec_named(BETTER).nbytes(shape):
         codecs.append(BETTER)
     plain = value.plain() if isinstance(value, WeightValue) else value
     errors = [_error(candidate, plain, codec) for codec in codecs]
     nbytes = [codec_named(codec).nbytes(shape) for codec in codecs]
-    return Rungs(candidate.name, numel, (*codecs, KEPT), (*nbytes, own), (*errors, 0.0), free)
+    return Rungs(candidate.base_name, numel, (*codecs, KEPT), (*nbytes, own), (*errors, 0.0), free)
 
 
 def _error(candidate: Candidate, value: Tensor, codec: str) -> float:

@@ -48,6 +48,13 @@ class Candidate:
     blocks: int
     """In that stack."""
 
+    @property
+    def base_name(self) -> str:
+        """The name without what peft adds to it, which is what patterns of a precision map mean: a map made for a model
+        holds when adapters have been put around it."""
+        parts = self.name.removeprefix("base_model.model.").split(".")
+        return ".".join(part for part in parts if part not in ("base_layer", "original_module"))
+
 
 @dataclass
 class Losses:
@@ -107,7 +114,7 @@ def choose(
     Raises OptionError when there is none, or when an override names no matrix that has a choice.
     """
     found = list(found)
-    names = [candidate.name for candidate in found]
+    names = [candidate.base_name for candidate in found]
     stray = [f"{pattern!r}: {text!r}" for pattern, text in precision.pairs if not fnmatch.filter(names, pattern)]
     if stray:
         raise OptionError(
@@ -126,7 +133,7 @@ def choose(
     codecs = {
         id(c.parameter): codec
         for c in free
-        if (codec := precision.codec_of(c.name, c.parameter.numel(), c.position, c.blocks)) is not None
+        if (codec := precision.codec_of(c.base_name, c.parameter.numel(), c.position, c.blocks)) is not None
     }
     if not codecs:
         raise OptionError(

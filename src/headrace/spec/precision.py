@@ -21,7 +21,7 @@ SENSITIVE = ("*norm*", "*router*", "*.gate.weight", "*shared_expert_gate*", "*A_
 class PrecisionMap:
     """What `quantize=` means weight by weight. Only frozen matrices of blocks are stored with a codec: weights of
     linear layers, and the three-dimensional ones of fused experts. Vectors, embeddings, the head, and what several
-    modules share keep their own format.
+    modules share keep their own format. Patterns are compared with names as the model has them without adapters.
 
     `quantize="nf4"` stands for `PrecisionMap("nf4")`.
     """
