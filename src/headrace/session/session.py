@@ -81,7 +81,7 @@ class Session:
         self.plan, self.budgets = plan, budgets
         """What was decided at first (`placement` is what stands now), and bytes that may be used, by tier."""
         self._tracing = Tracing(self)
-        self._watchdog = Watchdog(events, self._executor.seconds)
+        self._watchdog = Watchdog(events, self._executor.seconds, plan)
         self._collections = Collections(events, stream.roots.busy)
         busy, updated = self._executor.seconds, self._actions.updated
         self._adapting = Adapting(stream.regions, busy, updated, events, options.update == "auto")
