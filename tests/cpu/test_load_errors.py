@@ -80,6 +80,20 @@ def test_scales_of_quantised_weights_are_never_ignored(key: str, tmp_path: Path)
         load_model(folder)
 
 
+@pytest.mark.parametrize("key", ["weight._data", "W_q", "base_layer.weight"])
+def test_weights_in_another_form_are_not_drawn_at_random(key: str, tmp_path: Path) -> None:
+    """Codes of libraries that leave the configuration as it was, and a layer that was saved inside its adapter. What
+    else is missing is new, as a layer more than the files have."""
+    folder = tiny.save(tiny.build("llama"), tmp_path)
+    tensors = tiny.stored(folder)
+    value = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    tiny.rewrite(folder, {**tensors, f"model.layers.1.mlp.up_proj.{key}": value})
+    with pytest.raises(FormatError, match=rf"layers\.1\.mlp\.up_proj\.weight in another form.*up_proj\.{key}; 1 "):
+        load_model(folder)
+    tiny.rewrite(folder, tensors)
+    load_model(folder)
+
+
 def test_integers_are_no_weights(tmp_path: Path) -> None:
     folder = tiny.save(tiny.build("llama"), tmp_path)
     weight = "model.layers.0.mlp.up_proj.weight"

@@ -22,7 +22,7 @@ from headrace.base.errors import FormatError, ModelError, OptionError
 from headrace.base.events import EventLog
 from headrace.files.safetensors import TensorReader
 from headrace.model.conversion import ConversionPlan, plan_conversion
-from headrace.model.foreign_files import Packed, packed_source, refuse_unread
+from headrace.model.foreign_files import Packed, packed_source, refuse_other_forms, refuse_unread
 from headrace.model.parked import park, placeholder
 from headrace.model.quantised import AUTO, WISH, mark
 from headrace.model.source import FolderSource, RandomSource, SourceHome, WeightSource
@@ -277,6 +277,7 @@ def _check_files(model: Any, plan: ConversionPlan, reader: TensorReader, events:
             f"{len(reader)} tensors, the first is {plan.unexpected[0] if plan.unexpected else 'none'}",
             "Check that config.json and the safetensors files belong together",
         )
+    refuse_other_forms(plan)
     expected = model.state_dict()
     for name, recipe in plan.recipes.items():
         for key in recipe.keys:

@@ -7,6 +7,7 @@ matrices that the model takes as the files have them. Everything else is refused
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from headrace.model.conversion import ConversionPlan
 
 STATE = ".quant_state.bitsandbytes__"
+_NUMBERED = re.compile(r"\.\d+\.")
 REMEDY = "Give a checkpoint in bfloat16, float16 or float32; quantize='nf4' or another codec compresses it here"
 
 
@@ -82,6 +84,20 @@ def _source(told: Mapping[str, Any], place: Any) -> Packed:
         f"{place} holds a quantised model",
         f"quantization_config names {method}, and not its nf4 (bitsandbytes) or its tiles of 128 x 128 (fp8)", REMEDY,
     )  # fmt: skip
+
+
+def refuse_other_forms(plan: ConversionPlan) -> None:
+    """Raise FormatError where a block's weight is missing, and the files hold something else of its module: codes that
+    the configuration does not name, or a layer that an adapter is around. It would be drawn at random."""
+    held = {key[:place]: key for key in plan.unexpected for place, letter in enumerate(key) if letter == "."}
+    missing = [name for name in sorted(plan.missing) if name.endswith(".weight") and _NUMBERED.search(name)]
+    found = [(name, held[module]) for name in missing if (module := name.removesuffix(".weight")) in held]
+    if found:
+        name, key = found[0]
+        raise FormatError(
+            f"the checkpoint holds {name} in another form", f"as {key}; {len(found)} weights are so",
+            f"{REMEDY}. Adapters are merged into their base, or saved by themselves",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
