@@ -22,6 +22,7 @@ from headrace.cli.planning import machine as machine_room
 from headrace.cli.planning.model import subject_named
 from headrace.model.blocks import find_blocks
 from headrace.model.units import divide
+from headrace.plan.modes import RANK, adapters, lora_targets
 from headrace.plan.shapes import ADAMW, Shape, subject_of
 from headrace.spec.hardware import HardwareProfile
 from recorded import H200
@@ -187,6 +188,11 @@ def test_a_built_model_has_the_units_of_a_session(tmp_path: Path) -> None:
     groups = {id(p): 0 for p in model.parameters()}
     anatomy = divide(model, find_blocks(model), groups, ADAMW, frozenset(), EventLog())
     assert subject.spec == anatomy.spec
+    found = adapters(subject)
+    assert lora_targets(found) == ("q_proj", "k_proj", "v_proj", "o_proj"), "each expert's would be many"
+    assert found.trained == 3 * RANK * (4 * 256 + 256 + 2 * 128 + 256)
+    flags = as_json(str(folder), *DESKTOP, "--batch", "1", "--sequence-length", "64")["lora"]["flags"]
+    assert flags[-1] == "lora.targets=[q_proj,k_proj,v_proj,o_proj]"
     assert subject.active == 0.5 and subject.positions == config.max_position_embeddings
 
 

@@ -13,6 +13,8 @@ from headrace.spec.precision import PrecisionMap
 
 RANK = 16
 """Of adapters."""
+EXPERTS = ("gate", "router", "gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3")
+"""Last names of what belongs to experts; given one of these, peft adapts the stacks of all experts too."""
 LOW_RANK = 128
 """Of the gradients' projections that a low-rank optimizer keeps moments of (https://arxiv.org/abs/2403.03507)."""
 
@@ -58,7 +60,9 @@ def low_rank_bytes(subject: Subject) -> int:
 
 
 def adapters(subject: Subject, codec: str | None = None) -> Subject:
-    """LoRA on every matrix of the blocks, in fp32 on the device; all else is frozen, blocks with `codec`, if any."""
+    """LoRA on every matrix of the blocks, or on those of `lora_targets`, in fp32 on the device; all else is frozen,
+    blocks with `codec`, if any."""
+    targets = lora_targets(subject)
     precision = None if codec is None else PrecisionMap(codec)
     blocks, added, units = subject.blocks, list[Entry](), list[Unit]()
     for unit in subject.spec.units:
@@ -68,7 +72,7 @@ def adapters(subject: Subject, codec: str | None = None) -> Subject:
             if precision is not None:
                 entries = [_packed(entry, precision, position, len(blocks)) for entry in entries]
             for entry in entries:
-                if len(entry.shape) == 2:
+                if len(entry.shape) == 2 and (targets is None or _layer(entry) in targets):
                     out, columns = entry.shape
                     added += [
                         Entry(f"{entry.name}.lora_A", (RANK, columns), "float32", True),
@@ -82,6 +86,21 @@ def adapters(subject: Subject, codec: str | None = None) -> Subject:
     units[rest.index] = replace(rest, weights=place([*rest.weights.entries, *added]), state_stays=True)
     visits = tuple(replace(visit, grad=False) if visit.kind == ROWS else visit for visit in subject.visits)
     return replace(subject, spec=ModelSpec(tuple(units), subject.spec.matrices), visits=visits)
+
+
+def lora_targets(subject: Subject) -> tuple[str, ...] | None:
+    """Last names of the layers that get adapters; None: all. Of blocks with stacks of experts those beside the experts:
+    adapters of each expert would be many, and peft has them for some families only."""
+    entries = [entry for unit in subject.blocks for entry in unit.weights.entries]
+    if not any(len(entry.shape) == 3 for entry in entries):
+        return None
+    layers = [_layer(entry) for entry in entries if len(entry.shape) == 2 and entry.name.endswith(".weight")]
+    return tuple(dict.fromkeys(name for name in layers if name not in EXPERTS))
+
+
+def _layer(entry: Entry) -> str:
+    """Last name of the layer that has the entry."""
+    return entry.name.split(".")[-2]
 
 
 def _packed(entry: Entry, precision: PrecisionMap, position: int, blocks: int) -> Entry:

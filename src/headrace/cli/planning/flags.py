@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 from headrace.cli.config import FLAGS, RunConfig
-from headrace.plan.modes import RANK
+from headrace.plan.modes import RANK, lora_targets
 from headrace.plan.outlook import Outlook, on_disk
 from headrace.plan.search import FILES, SLOTS
 from headrace.spec.placement import DEVICE, DISK, HOST
@@ -38,6 +38,8 @@ def train_flags(found: Outlook, model: str, disk_dir: str, limits: dict[str, str
         settings |= {"placement.weights": choice.tiers[0], "placement.state": choice.tiers[1]}
     if found.mode.adapters:
         settings["lora.r"] = str(RANK)
+        if (targets := lora_targets(found.subject)) is not None:
+            settings["lora.targets"] = f"[{','.join(targets)}]"
     elif found.mode.moments != "float32":
         settings["moments"] = found.mode.moments
     if compiled != RunConfig.model_fields["compile"].default:
