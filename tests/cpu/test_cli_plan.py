@@ -20,10 +20,14 @@ from headrace.cli.config_file import read_config
 from headrace.cli.main import app
 from headrace.cli.planning import machine as machine_room
 from headrace.cli.planning.model import subject_named
+from headrace.cli.planning.picture import WIDTH, picture
 from headrace.model.blocks import find_blocks
 from headrace.model.units import divide
-from headrace.plan.modes import RANK, adapters, lora_targets
-from headrace.plan.shapes import ADAMW, Shape, subject_of
+from headrace.plan.cards import card_named, machine
+from headrace.plan.memory import Peaks
+from headrace.plan.modes import MODES, RANK, adapters, lora_targets
+from headrace.plan.outlook import Asked, budgets_of, outlook
+from headrace.plan.shapes import ADAMW, SHAPES, Shape, subject_of
 from headrace.spec.hardware import HardwareProfile
 from recorded import H200
 
@@ -142,6 +146,23 @@ def test_the_table_the_reason_and_the_picture(tmp_path: Path) -> None:
     assert {"compute", "h2d", "d2h", "device", "RAM"} <= set(shown)
     spans = [title.text or "" for title in root.iter("{http://www.w3.org/2000/svg}title")]
     assert any(text.startswith("BACKWARD u") for text in spans) and any(text.startswith("UPDATE u") for text in spans)
+
+
+def test_a_picture_of_many_parts_stays_in_its_frame() -> None:
+    """Each part has a colour and a place of its own in the legend."""
+    profile = machine(card_named("RTX 3080 10GB"), 64 * 10**9)
+    found = outlook(MODES[0], subject_of("tiny", SHAPES["tiny"]), profile, budgets_of(profile), Asked(64, 1))
+    assert found.choice is not None
+    device = ("weights", "grads", "state", "decoded", "activations", "inputs", "kept", "driver", "pieces")
+    host = ("logs", "stages", "process", "rows", "moments", "gradients")
+    many = Peaks(dict.fromkeys(device, 1 << 28), dict.fromkeys(host, 1 << 28), {})
+    drawn = replace(found, choice=replace(found.choice, peaks=many))
+    root = ET.fromstring(picture("a & b", profile, budgets_of(profile), drawn, [drawn]))
+    space = "{http://www.w3.org/2000/svg}"
+    names = {text.text: float(text.attrib["x"]) + 8 * len(text.text or "") for text in root.iter(f"{space}text")}
+    assert all(names[part] <= WIDTH for part in (*device, *host))
+    fills = {bar[0].text: bar.attrib["fill"] for bar in root.iter(f"{space}rect") if len(bar)}
+    assert len({fills[part] for part in (*device, *host)}) == len((*device, *host))
 
 
 def test_the_reason_beside_json_is_no_part_of_it() -> None:

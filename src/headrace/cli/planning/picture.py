@@ -14,7 +14,8 @@ from headrace.schedule.op import LANES, VERBS
 from headrace.spec.hardware import HardwareProfile
 
 WIDTH, LEFT, ROW, BAR = 960, 110, 30, 20
-COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f", "#bab0ac")
+COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f", "#bab0ac",
+           "#d37295", "#2f5d8a", "#8cd17d", "#a0522d", "#5b5ea6", "#c7b42e", "#499894")  # fmt: skip
 STYLE = (
     "text{font:13px system-ui,sans-serif;fill:#222}.note{fill:#666}.room{fill:none;stroke:#888;stroke-dasharray:4 3}"
     ".ground{fill:#fff}@media(prefers-color-scheme:dark){text{fill:#ddd}.note{fill:#999}.ground{fill:#1b1b1b}}"
@@ -68,8 +69,11 @@ def _memory(choice: Choice, budgets: Budgets, top: int) -> tuple[list[str], int]
         y += ROW
     x = LEFT
     for part in names:
+        width = 30 + 8 * len(part)
+        if x + width > WIDTH:
+            x, y = LEFT, y + ROW
         out += [_rect(x, y, 12, colours[part], part, 12), _text(x + 17, y + 11, part, "note")]
-        x += 30 + 8 * len(part)
+        x += width
     return out, y + ROW
 
 
