@@ -329,7 +329,7 @@ def test_counts_and_example(tmp_path: Path) -> None:
     assert len(table) == counts.kept == 5 and counts.rows == 4
     head = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert counts.example == head + ">>><think></think>Hello.<|return|><<<\n"
-    assert "3 conversations; 1 of them in from/value form; 1 turns in rows of their own" in str(counts)
+    assert "3 conversations; 1 of them in from/value form; 1 turn in a row of its own" in str(counts)
 
 
 def test_broken_conversations_are_counted_wherever_they_are_found(tmp_path: Path) -> None:
@@ -360,7 +360,7 @@ def test_long_conversations(
         ((ids, marks),) = table.row(0)
         whole = chat_tokenizer(CHATML).apply_chat_template(rows[0]["messages"])["input_ids"]
         assert ids.tolist() == whole[:length] and marks.sum() == 2
-    with pytest.raises(DataError, match=r"1 rows are longer.*rows\.jsonl:1 \(\d+ tokens\)"):
+    with pytest.raises(DataError, match=r"1 row is longer.*rows\.jsonl:1 \(\d+ tokens\)"):
         prepared(tmp_path, rows, sequence_length=length)
 
 

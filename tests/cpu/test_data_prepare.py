@@ -149,7 +149,7 @@ def test_files_of_a_folder_that_are_not_read_are_told(tmp_path: Path) -> None:
         (tmp_path / name).write_text("[]")
     write_jsonl(tmp_path / "rows.jsonl", [{"text": "a b"}])
     _, counts = prepare([tmp_path], Encoder(word_tokenizer(), 64), Shape(sequence_length=16), tmp_path)
-    assert "1 files; " in str(counts) and "passed over in folders, unless named: 2 .csv, 1 .json; " in str(counts)
+    assert "1 file; " in str(counts) and "passed over in folders, unless named: 2 .csv, 1 .json; " in str(counts)
     named = [tmp_path / "rows.jsonl"]
     _, counts = prepare(named, Encoder(word_tokenizer(), 64), Shape(sequence_length=16), tmp_path)
     assert "passed over" not in str(counts)

@@ -163,7 +163,7 @@ def test_the_map_decides_weight_by_weight() -> None:
         assert found["model.embed_tokens.weight"] is found["lm_head.weight"] is found["model.norm.weight"] is None
         text, stored = told(headrace.session(model))
         assert "in fp8 are only stored so" in stored and "matrices=1" in stored
-        assert "8 matrices as int8, 1 matrices as fp8" in text and "before=" in text and "worst_error=0.0" in text
+        assert "8 matrices as int8, 1 matrix as fp8" in text and "before=" in text and "worst_error=0.0" in text
 
 
 def test_trained_matrices_keep_their_precision() -> None:

@@ -74,7 +74,7 @@ def figures(text: str) -> dict[str, str]:
 
 def test_the_page_says_what_the_record_says(tmp_path: Path) -> None:
     text = made(recorded(tmp_path / "my-run"))
-    assert "<title>my-run</title>" in text and "4.02 B parameters" in text and "resumed 1 times" in text
+    assert "<title>my-run</title>" in text and "4.02 B parameters" in text and "resumed 1 time" in text
     assert figures(text) == {
         "steps": "40 of 40", "last loss": "0.0750", "last validation loss": "0.5000",
         "tokens per second, median": "1,021", "seconds per step, median": "2", "device peak": "6.0 GiB",
@@ -178,7 +178,7 @@ def test_the_log_may_lie_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "run" / "run.yaml").write_text(f"log: {tmp_path / 'steps.jsonl'}\n")
     assert "40 of 40" in made(tmp_path / "run")
     code, printed = headrace("report", str(tmp_path / "steps.jsonl"), "--out", str(tmp_path / "page.html"))
-    assert code == 0 and "40 steps, 1 events" in printed and (tmp_path / "page.html").exists()
+    assert code == 0 and "40 steps, 1 event, " in printed and (tmp_path / "page.html").exists()
 
 
 def test_bars_of_a_plan_are_those_of_one_step() -> None:

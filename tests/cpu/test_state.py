@@ -197,7 +197,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "one group": ({"optimizer": lambda m: torch.optim.AdamW(m.parameters())}, "2 parameter groups, this one has 1"),
     "bf16 moments": ({"moments": "bfloat16"}, "exp_avg float32.*then.*exp_avg bfloat16"),
     "fp32": ({"dtype": torch.float32}, "formats of weights differ"),
-    "tied": ({"tied": True}, r"1 parameters that this model lacks \(lm_head.weight\)"),
+    "tied": ({"tied": True}, r"1 parameter that this model lacks \(lm_head.weight\)"),
 }  # fmt: skip
 
 

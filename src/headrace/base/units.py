@@ -1,4 +1,4 @@
-"""Byte counts as people write and read them, and counts of parameters."""
+"""Byte counts as people write and read them, and counts of parameters and other things."""
 
 from __future__ import annotations
 
@@ -47,3 +47,8 @@ def format_bytes(count: int | float) -> str:
 def format_count(count: int) -> str:
     """Parameters for people: `8_030_000_000` -> "8.03 billion", `163_000` -> "0.163 million"."""
     return f"{count / 1e9:.2f} billion" if count >= 10**8 else f"{count / 1e6:.3g} million"
+
+
+def plural(count: int, noun: str, nouns: str = "") -> str:
+    """So many of something: `1, "file"` -> "1 file", `3, "file"` -> "3 files". `nouns`: where no s is added."""
+    return f"{count} {noun if count == 1 else nouns or noun + 's'}"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.base.errors import ModelError
+from headrace.base.units import plural
 from headrace.files.atomic import write_file
 from headrace.files.safetensors import ShardWriter, TensorSpec
 from headrace.model.conversion import revert, saved_groups
@@ -153,7 +154,7 @@ def _plan_groups(model: nn.Module, stored: Mapping[str, Tensor]) -> list[_Group]
         odd = sorted(set(found) ^ set(whole)) or [name for name in found if found.count(name) > 1]
         raise ModelError(
             f"The weights of {type(model).__name__} cannot be saved group by group",
-            f"{len(odd)} names differ from those of a whole save, the first is {odd[0]}",
+            f"{plural(len(odd), 'name')} unlike those of a whole save, the first is {odd[0]}",
             "Unwrap the model and save it with transformers",
         )
     return groups

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import CheckpointError
+from headrace.base.units import plural
 from headrace.files.atomic import write_file
 
 FILE = "manifest.json"
@@ -107,7 +108,7 @@ def differences(then: Manifest, now: Manifest) -> list[str]:
         found.append(f"its optimizer was {then.rule}, this one is {now.rule}")
     if len(then.groups) != len(now.groups):
         found.append(f"its optimizer had {len(then.groups)} parameter groups, this one has {len(now.groups)}")
-    found += _names("parameters", set(then.parameters), set(now.parameters))
+    found += _names("parameter", set(then.parameters), set(now.parameters))
     unequal: dict[str, list[str]] = {"shape": [], "dtype": [], "group": [], "stored": []}
     for name in then.parameters.keys() & now.parameters.keys():
         old, new = then.parameters[name], now.parameters[name]
@@ -115,7 +116,7 @@ def differences(then: Manifest, now: Manifest) -> list[str]:
         if field is not None:
             unequal[field].append(f"{name}: {_say(field, old)} then, {_say(field, new)} now")
     found += [f"{_KINDS[field]} differ ({_few(names)})" for field, names in unequal.items() if names]
-    found += _names("buffers", _persistent(then.buffers), _persistent(now.buffers))
+    found += _names("buffer", _persistent(then.buffers), _persistent(now.buffers))
     return found
 
 
@@ -134,8 +135,8 @@ def _say(field: str, record: ParameterRecord) -> str:
 
 
 def _names(what: str, then: set[str], now: set[str]) -> list[str]:
-    found = [(then - now, f"{what} that this model lacks"), (now - then, f"{what} that it lacks")]
-    return [f"{len(names)} {text} ({_few(names)})" for names, text in found if names]
+    found = [(then - now, "that this model lacks"), (now - then, "that it lacks")]
+    return [f"{plural(len(names), what)} {text} ({_few(names)})" for names, text in found if names]
 
 
 def _few(items: Sequence[str] | set[str]) -> str:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from headrace.base.errors import ModelError
 from headrace.base.events import EventLog
 from headrace.base.extras import quiet_peft
+from headrace.base.units import plural
 from headrace.checkpoint.export import save_pretrained
 from headrace.checkpoint.packed import save_quantised
 from headrace.files.safetensors import TensorReader
@@ -59,7 +60,7 @@ def merge(
         save_pretrained(result, out, values.read, max_shard_bytes=max_shard_bytes)
     else:
         _save_packed(result, out, values, precision, max_shard_bytes)
-    say(f"{len(values.changed)} layers merged")
+    say(f"{plural(len(values.changed), 'layer')} merged")
 
 
 def _tell_base(base: str, adapter: Path, say: Callable[[str], None]) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import headrace
 from headrace.base.errors import CheckpointError, FormatError
 from headrace.base.events import EventLog
+from headrace.base.units import plural
 from headrace.checkpoint.manifest import (
     Manifest,
     ParameterRecord,
@@ -241,7 +242,7 @@ def _check_tensors(place: Path, reader: TensorReader, manifest: Manifest) -> Non
     if found != {name: (record.dtype, record.shape) for name, record in manifest.tensors.items()}:
         raise CheckpointError(
             f"{place} is damaged: its files do not hold what its manifest says",
-            f"{len(found)} tensors found, {len(manifest.tensors)} expected", "Use an earlier checkpoint",
+            f"{plural(len(found), 'tensor')} found, {len(manifest.tensors)} expected", "Use an earlier checkpoint",
         )  # fmt: skip
     damaged = []
     for name in reader.in_file_order(manifest.tensors):
@@ -249,7 +250,8 @@ def _check_tensors(place: Path, reader: TensorReader, manifest: Manifest) -> Non
             damaged.append(name)
     if damaged:
         raise CheckpointError(
-            f"{place} is damaged: checksums differ", f"{len(damaged)} of {len(found)} tensors, such as {damaged[0]}",
+            f"{place} is damaged: checksums differ",
+            f"{len(damaged)} of {plural(len(found), 'tensor')}, such as {damaged[0]}",
             "Use an earlier checkpoint",
         )  # fmt: skip
 

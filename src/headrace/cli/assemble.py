@@ -14,6 +14,7 @@ from torch import nn
 
 import headrace
 from headrace.base.errors import OptionError
+from headrace.base.units import plural
 from headrace.cli.config import RunConfig
 from headrace.cli.config_file import ConfigError
 from headrace.cli.config_rules import too_long
@@ -88,7 +89,7 @@ def assemble(config: RunConfig, say: Callable[[str], None], waiting: Waiting = u
     sampler = Sampler(len(train), config.batch * config.accumulation, config.seed)
     steps = config.steps or (config.epochs or 1) * sampler.steps_per_epoch
     if config.warmup >= steps and config.warmup:
-        raise ConfigError([("warmup", f"warmup = {config.warmup} leaves nothing of the {steps} steps")])
+        raise ConfigError([("warmup", f"warmup = {config.warmup} leaves nothing of the {plural(steps, 'step')}")])
     flat, call = train.apart and wants_flat_rows(model), packed_call(model) if train.apart else {}
     with waiting("opening the stores and reading the weights"):
         model, optimizer = _streamed(config, adapted(config, model))
@@ -126,7 +127,7 @@ def _keep_apart(model: Any, table: TokenTable, flat: bool) -> None:
 
 
 def _progress(counts: Counts) -> str:
-    return f"reading data: {counts.rows} rows"
+    return f"reading data: {plural(counts.rows, 'row')}"
 
 
 def _streamed(config: RunConfig, model: Any) -> tuple[Any, Any]:
@@ -228,5 +229,5 @@ def _read_data(
     if isinstance(config.validation, tuple):
         return train, read("validation", config.validation)
     train, validation = train.split(config.validation, config.seed)
-    say(f"validation: {len(validation)} of {len(train) + len(validation)} rows held out")
+    say(f"validation: {len(validation)} of {plural(len(train) + len(validation), 'row')} held out")
     return train, validation

@@ -11,6 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from headrace.base.errors import OptionError
+from headrace.base.units import plural
 from headrace.cli.config import SECTIONS, SHORT, RunConfig
 from headrace.cli.config_rules import broken_rules, resolved
 from headrace.cli.names import NEAR, nearest, strays, unknown
@@ -39,8 +40,10 @@ class ConfigError(OptionError):
     def __init__(self, problems: Sequence[str | tuple[str, str]]) -> None:
         self._found = list(problems)
         self.problems = [problem if isinstance(problem, str) else problem[1] for problem in problems]
-        count = "1 mistake" if len(self.problems) == 1 else f"{len(self.problems)} mistakes"
-        what, lines = f"the configuration has {count}", "\n".join(f"  {text}" for text in self.problems)
+        what, lines = (
+            f"the configuration has {plural(len(self.problems), 'mistake')}",
+            "\n".join(f"  {text}" for text in self.problems),
+        )
         super().__init__(what, lines, "Correct each of them")
         self.args = (f"{what}:\n{lines}",)  # as a list; each line says what to do about it
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Set
 from pathlib import Path
 
+from headrace.base.units import plural
 from headrace.cli.adapters import is_adapter
 from headrace.cli.config import RunConfig
 from headrace.cli.config_quantize import AUTO, Quantize
@@ -55,7 +56,7 @@ def _combinations(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
     if config.steps is not None and config.epochs is not None:
         yield ("steps", "epochs"), "steps and epochs exclude each other: give one"
     if config.steps is not None and config.warmup >= config.steps and config.warmup:
-        yield ("warmup", "steps"), f"warmup = {config.warmup} leaves nothing of the {config.steps} steps"
+        yield ("warmup", "steps"), f"warmup = {config.warmup} leaves nothing of the {plural(config.steps, 'step')}"
     if config.eval_every and config.validation is None:
         yield ("eval_every", "validation"), "eval_every needs held-out data: --validation PATH or a fraction"
     if config.autocast is not None and config.dtype != "float32":

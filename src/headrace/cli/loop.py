@@ -14,6 +14,7 @@ from torch import Tensor
 
 import headrace
 from headrace.base.errors import StoreError
+from headrace.base.units import plural
 from headrace.cli.assemble import Parts
 from headrace.cli.checkpoints import Checkpoints, identity
 from headrace.cli.cooling import Cooling
@@ -143,7 +144,7 @@ class Loop:
     def _evaluate_and_tell(self, display: Display, log: RunRecord) -> None:
         if self._parts.validation is None:
             return
-        display.busy(f"evaluating {len(self._parts.validation)} rows")
+        display.busy(f"evaluating {plural(len(self._parts.validation), 'row')}")
         loss = self.evaluate(self._parts.validation)
         if loss is not None:
             display.say(f"step {self.step}/{max(self.step, self._parts.steps)}  validation loss {loss:.4f}")

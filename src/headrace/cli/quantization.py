@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import headrace
 from headrace.base.errors import DataError, FormatError, ModelError, OptionError
-from headrace.base.units import format_bytes
+from headrace.base.units import format_bytes, plural
 from headrace.checkpoint.packed import save_quantised
 from headrace.cli.config_file import ConfigError
 from headrace.cli.quantize import Request
@@ -113,7 +113,8 @@ def _told(request: Request, losses: Losses) -> Iterator[str]:
 
 def _counted(losses: Losses) -> str:
     counts = Counter(codec for codec, _, _ in losses.weights.values())
-    return f"{len(losses.errors)} matrices ({', '.join(f'{count} as {codec}' for codec, count in counts.items())})"
+    told = ", ".join(f"{count} as {codec}" for codec, count in counts.items())
+    return f"{plural(len(losses.errors), 'matrix', 'matrices')} ({told})"
 
 
 # -- perplexity -------------------------------------------------------------------------------------------------------
@@ -130,7 +131,9 @@ def _rows(request: Request) -> list[Tensor]:
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"][: request.most_tokens])
     rows = [row[None] for row in ids.split(request.sequence_length) if row.numel() > 1]
     if not rows:
-        raise ConfigError([f"--text = {str(request.text)!r} has {ids.numel()} tokens: too few to measure anything"])
+        raise ConfigError(
+            [f"--text = {str(request.text)!r} has {plural(ids.numel(), 'token')}: too few to measure anything"]
+        )
     return rows
 
 

@@ -9,7 +9,7 @@ import typer
 import yaml
 
 from headrace.base.errors import DataError, OptionError
-from headrace.base.units import format_bytes
+from headrace.base.units import format_bytes, plural
 from headrace.cli.exits import told
 
 PAGE = "report.html"
@@ -46,7 +46,8 @@ def report(
         text = page(folder.absolute().name, record, folder, settings)
         target = out or folder / PAGE
         write_file(target, text)
-        print(f"{target}: {len(record.steps)} steps, {len(record.events)} events, {format_bytes(len(text.encode()))}")
+        counts = f"{plural(len(record.steps), 'step')}, {plural(len(record.events), 'event')}"
+        print(f"{target}: {counts}, {format_bytes(len(text.encode()))}")
 
 
 def _found(run: Path) -> tuple[Path, str]:

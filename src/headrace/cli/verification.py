@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import headrace
 from headrace.base.errors import DataError, FormatError, ModelError, OptimizerError, OptionError, PlanError
-from headrace.base.units import format_bytes
+from headrace.base.units import format_bytes, plural
 from headrace.cli.config_file import ConfigError, Given, validated
 from headrace.cli.tokenizers import load_tokenizer
 from headrace.cli.verify import Request
@@ -90,7 +90,7 @@ def _verify(request: Request, folder: Path) -> Verdict:
     batches = _batches(request, model)
     blocks = sum(len(stack.blocks) for stack in find_blocks(model))
     del model
-    _say(f"{request.model}: {blocks} layers, {numbers / 1e6:.1f} million parameters, "
+    _say(f"{request.model}: {plural(blocks, 'layer')}, {numbers / 1e6:.1f} million parameters, "
          f"{'its own' if real else 'random'} weights, {request.dtype}, on {device}")  # fmt: skip
     if "disk" in request.placements and limits.file_system(folder) in ("tmpfs", "ramfs"):
         _say(f"note: {folder.parent} lies in memory ({limits.file_system(folder)}): give a --disk-dir on a disk")
@@ -175,7 +175,7 @@ def _require_memory(request: Request, model: nn.Module, numbers: int, device: to
         fitting = int((numbers * room / need - (numbers - inside)) / (inside / len(blocks)))
         advice = f"Use --layers {fitting}" if fitting > 0 else "Use a smaller model, or fewer --steps"
         raise PlanError(f"the resident model does not fit: it needs {format_bytes(need)} of {what}",
-                        f"{format_bytes(room)} may be used, {len(blocks)} layers were asked for", advice)  # fmt: skip
+                        f"{format_bytes(room)} may be used, asked: {plural(len(blocks), 'layer')}", advice)  # fmt: skip
 
 
 def _batches(request: Request, model: Any) -> list[dict[str, Tensor]]:
@@ -216,7 +216,7 @@ def _text_rows(request: Request, shapes: list[tuple[int, int]]) -> list[Tensor]:
     ids = tokenizer(request.data.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
     needed = sum(rows * length for rows, length in shapes)
     if len(ids) < needed:
-        raise DataError(f"{request.data} is too short", f"{len(ids)} tokens, {needed} are needed",
+        raise DataError(f"{request.data} is too short", f"{plural(len(ids), 'token')}, {needed} needed",
                         "Give a longer file, or fewer --steps, a smaller --batch or --sequence-length")  # fmt: skip
     found, start = [], 0
     for rows, length in shapes:
@@ -245,7 +245,7 @@ def _told_run(run: Run, verdict: Verdict, top: int) -> Iterator[str]:
     yield f"  {'step':<6}{'streamed':>14}{'resident':>14}{'norm error':>13}"
     for step, (ours, theirs, norm) in enumerate(zip(run.losses, verdict.losses, run.norm_errors, strict=True), 1):
         yield f"  {step:<6}{ours:>14.6f}{theirs:>14.6f}{norm:>13.1e}"
-    yield f"  worst of {len(run.gradients)} gradients"
+    yield f"  worst of {plural(len(run.gradients), 'gradient')}"
     for item in run.gradients[:top]:
         mark = "" if item.error <= verdict.tolerance else "  FAIL"
         yield f"  {item.error:9.1e}  step {item.step}  {item.name}{mark}"

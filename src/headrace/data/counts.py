@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from headrace.base.units import plural
 from headrace.data.broken import Broken
 from headrace.data.chat import TODAY
 from headrace.data.rows import Pair, Text
@@ -66,24 +67,28 @@ class Counts:
             self.named.append(f"{row.where}: {row.reason}")
 
     def __str__(self) -> str:
-        kinds = [
-            (self.files, "files"), (self.documents, "documents"), (self.pairs, "prompt/completion pairs"),
-            (self.conversations, "conversations"), (self.mapped, "of them in from/value form"),
-            (self.apart, "turns in rows of their own, because the chat template rewrites earlier turns"),
-            (self.closed, "conversations given an end token that the chat template does not write"),
-            (self.parted, "rows encoded in parts, because a token would cross the border of a turn"),
+        kinds: list[tuple[int, str, str]] = [
+            (self.files, "file", ""), (self.documents, "document", ""), (self.pairs, "prompt/completion pair", ""),
+            (self.conversations, "conversation", ""),
+            (self.mapped, "of them in from/value form", "of them in from/value form"),
+            (self.apart, "turn in a row of its own, because the chat template rewrites earlier turns",
+             "turns in rows of their own, because the chat template rewrites earlier turns"),
+            (self.closed, "conversation given an end token that the chat template does not write",
+             "conversations given an end token that the chat template does not write"),
+            (self.parted, "row encoded in parts, because a token would cross the border of a turn",
+             "rows encoded in parts, because a token would cross the border of a turn"),
         ]  # fmt: skip
-        parts = [f"{count} {name}" for count, name in kinds if count]
+        parts = [plural(*kind) for kind in kinds if kind[0]]
         if self.passed_over:
             parts.append(f"passed over in folders, unless named: {by_ending(self.passed_over)}")
         parts.append(
-            f"{self.kept} rows kept ({self.cut} of them cut), {self.dropped} dropped as too long, "
+            f"{plural(self.kept, 'row')} kept ({self.cut} of them cut), {self.dropped} dropped as too long, "
             f"{self.unlabelled} without a token to train on removed, {self.broken} broken skipped"
         )
         if self.dated:
             parts.append(f"the chat template's date is always {TODAY}, so that a run can go on another day")
         if self.room:
-            parts.append(f"packed into {self.packed} rows, {100 * self.tokens / self.room:.1f} % full")
+            parts.append(f"packed into {plural(self.packed, 'row')}, {100 * self.tokens / self.room:.1f} % full")
         elif self.packed:
-            parts.append(f"{self.packed} rows of joined documents")
-        return "; ".join(parts) + f"; {self.tokens} tokens, {self.labels} of them trained"
+            parts.append(f"{plural(self.packed, 'row')} of joined documents")
+        return "; ".join(parts) + f"; {plural(self.tokens, 'token')}, {self.labels} of them trained"

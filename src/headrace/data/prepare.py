@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from headrace.base.errors import DataError
+from headrace.base.units import plural
 from headrace.data.broken import Broken
 from headrace.data.counts import NAMED, Counts
 from headrace.data.encode import Encoded, Encoder
@@ -73,7 +74,7 @@ def prepare(
     rows.close()
     if rows.refused:
         raise DataError(
-            f"{len(rows.refused)} rows are longer than sequence_length",
+            f"{plural(len(rows.refused), 'row is', 'rows are')} longer than sequence_length",
             f"{shape.sequence_length} tokens against up to {counts.longest}: "
             + _listed(rows.refused, len(rows.refused)),
             "Set long_rows=drop or long_rows=cut, or raise sequence_length",
@@ -158,7 +159,7 @@ class _RowMaker:
         if cut:
             self._counts.longest = max(self._counts.longest, len(ids))
             if self._shape.long_rows == "refuse":
-                self.refused.append(f"{where} ({len(ids)} tokens)")
+                self.refused.append(f"{where} ({plural(len(ids), 'token')})")
                 return
             if self._shape.long_rows == "drop":
                 self._counts.dropped += 1

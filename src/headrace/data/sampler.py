@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.base.errors import CheckpointError
+from headrace.base.units import plural
 from headrace.data.table import shuffled
 
 
@@ -48,7 +49,7 @@ class Sampler:
         """Go on where `state` was taken. Raises CheckpointError when the data had another number of rows."""
         if state["rows"] != self.rows:
             raise CheckpointError(
-                "the checkpoint was made with other data", f"{state['rows']} rows then, {self.rows} now",
+                "the checkpoint was made with other data", f"{plural(state['rows'], 'row')} then, {self.rows} now",
                 "Resume with the same data, or start in another output folder",
             )  # fmt: skip
         self._epoch, self._position = state["epoch"], state["position"]

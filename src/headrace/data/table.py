@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.base.errors import DataError
+from headrace.base.units import plural
 from headrace.data.pack import best_fit
 
 _PIECE = 1 << 16
@@ -97,7 +98,7 @@ class TokenTable:
         held = max(1, round(len(self) * fraction))
         if held >= len(self):
             raise DataError(
-                "too few rows to hold out a part for validation", f"{len(self)} rows, fraction {fraction}",
+                "too few rows to hold out a part for validation", f"{plural(len(self), 'row')}, fraction {fraction}",
                 "Give more data, or name a validation file",
             )  # fmt: skip
         order = shuffled(len(self), seed, -1)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from headrace.base.errors import DataError
+from headrace.base.units import plural
 from headrace.executor.passes import Pass
 from headrace.executor.previews import Previews, take_new_rows_
 from headrace.executor.row_gradients import copied
@@ -121,7 +122,7 @@ def _refuse(ids: Sequence[Tensor], count: int, name: str) -> None:
             place = bad[0].tolist()
             raise DataError(
                 f"token id {int(part[tuple(place)])} is beyond the embedding",
-                f"row {place[0] if len(place) > 1 else 0}, position {place[-1]}; {name} has {count} rows",
+                f"row {place[0] if len(place) > 1 else 0}, position {place[-1]}; {name} has {plural(count, 'row')}",
                 "Use the model's own tokenizer, or resize the embedding before wrapping",
             )
 

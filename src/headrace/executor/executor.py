@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from headrace.base.errors import StepError
+from headrace.base.units import plural
 from headrace.executor.completion import Cancelled, Completion
 from headrace.executor.interrupts import uninterrupted
 from headrace.executor.lanes import COPY_LANES, HOST_LANES, UPDATE_LANES, Job, ThreadLane, run_job
@@ -52,7 +53,7 @@ class Executor:
     def start(self, program: Program, notes: Notes | None = None) -> Walk:
         """Begin a program. Overlapped: its copies start at once."""
         if self.closed:
-            came = f"a {program.name} pass of {len(program.ops)} ops came"
+            came = f"a {program.name} pass of {plural(len(program.ops), 'op')} came"
             raise StepError("the session of this model is closed", came,
                             "Load the model again and wrap it: its weights went with the session")  # fmt: skip
         with uninterrupted():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.base.errors import StepError
+from headrace.base.units import plural
 from headrace.spec.footprint import round_up
 from headrace.store.memory import HostArena
 
@@ -122,7 +123,7 @@ class InputStore:
         self._pools.append(pool)
         self._free.extend(pool.take(size) for _ in range(visits))
         self._reserved += size * visits
-        self._tell(f"host memory for the saved inputs of {visits} blocks", size * visits)
+        self._tell(f"host memory for the saved inputs of {plural(visits, 'block')}", size * visits)
 
     @property
     def host_bytes(self) -> int:

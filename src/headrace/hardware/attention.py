@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headrace.base.units import plural
 from headrace.hardware.rates import settle
 
 NAMES = ("cudnn", "flash", "efficient", "math")
@@ -36,7 +37,8 @@ class Shape:
     head_dim: int
 
     def __str__(self) -> str:
-        return f"{self.rows} rows of {self.tokens} tokens, {self.heads} heads of {self.head_dim}"
+        rows, heads = plural(self.rows, "row"), plural(self.heads, "head")
+        return f"{rows} of {plural(self.tokens, 'token')}, {heads} of {self.head_dim}"
 
 
 @contextlib.contextmanager

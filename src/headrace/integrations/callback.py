@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.base.errors import OptionError
+from headrace.base.units import plural
 from headrace.integrations.trainer_arguments import differences, refused
 from headrace.integrations.trainer_log import Meter
 from headrace.integrations.trainer_record import RunRecorder
@@ -44,7 +45,7 @@ class HeadraceCallback(RunRecorder):
         if args.torch_compile:
             faults.append("torch_compile=True compiles around the blocks: use headrace.wrap(..., compile=True) instead")
         if faults:
-            numbers = f"{len(faults)} things stand against a stock Trainer"
+            numbers = f"{plural(len(faults), 'thing stands', 'things stand')} against a stock Trainer"
             raise OptionError("; ".join(faults), numbers, "Change them as said")
         assert isinstance(session, Session)
         # accelerate would read the whole optimizer state, move it to the device and load it again.
@@ -64,7 +65,7 @@ class HeadraceCallback(RunRecorder):
         session = getattr(objects.get("model"), "_headrace_session", None)
         faults = list(differences(session, args)) if isinstance(session, Session) else []
         if faults:
-            numbers = f"{len(faults)} arguments changed after the Trainer was made"
+            numbers = f"{plural(len(faults), 'argument')} changed after the Trainer was made"
             raise OptionError("; ".join(faults), numbers, "Set them before, or use HeadraceTrainer, which follows them")
         super().on_train_begin(args, state, control, **objects)
 

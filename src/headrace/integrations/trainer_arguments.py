@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from headrace.base.errors import OptionError
+from headrace.base.units import plural
 from headrace.hardware import limits
 from headrace.session import options as option_room
 from headrace.session.session import Session
@@ -91,7 +92,9 @@ def check_model(args: Any, model: nn.Module) -> None:
     """Raise OptionError for a model that cannot be streamed as `args` ask; `set_up` does so for one that is there."""
     faults = list(_refused_model(args, model))
     if faults:
-        raise OptionError("; ".join(faults), f"{len(faults)} faults of what model_init returned", "Change it as said")
+        raise OptionError(
+            "; ".join(faults), f"{plural(len(faults), 'fault')} of what model_init returned", "Change it as said"
+        )
 
 
 def differences(session: Session, args: Any) -> Iterator[str]:

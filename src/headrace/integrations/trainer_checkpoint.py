@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from headrace.base.errors import CheckpointError
+from headrace.base.units import plural
 from headrace.model.build import load_model
 from headrace.session.session import Session
 
@@ -58,7 +59,8 @@ def newest(output_dir: str) -> tuple[str, list[str]]:
         passed_over.append(path.name)
     raise CheckpointError(
         f"there is no complete checkpoint in {output_dir}",
-        f"{len(numbered)} folders called checkpoint-N" + (", none with its trainer_state.json" if numbered else ""),
+        f"{plural(len(numbered), 'folder')} called checkpoint-N"
+        + (", none with its trainer_state.json" if numbered else ""),
         "Check output_dir, or train without resume_from_checkpoint",
     )
 
@@ -85,7 +87,7 @@ def load_weights(model: nn.Module, folder: str) -> bool:
     if given.keys() != own.keys():
         raise CheckpointError(
             f"{folder} belongs to another model",
-            f"{len(given.keys() ^ own.keys())} parameters differ in name, such as {min(given.keys() ^ own.keys())}",
+            f"names of parameters differ: {len(given.keys() ^ own.keys())}, such as {min(given.keys() ^ own.keys())}",
             "Use a checkpoint of this model",
         )
     with torch.no_grad():
@@ -129,6 +131,6 @@ def _check_adapter(model: Any, adapter: str, path: Path) -> None:
     if faults:
         raise CheckpointError(
             f"{path} does not fit the model's adapter {adapter!r}: {faults[0]}",
-            f"{len(faults)} faults; {len(saved)} tensors in the file, {len(needed)} in the model",
+            f"{plural(len(faults), 'fault')}; {plural(len(saved), 'tensor')} in the file, {len(needed)} in the model",
             "Use an earlier checkpoint, or give the model the adapter that the checkpoint was saved from",
         )

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from headrace.base.errors import DataError
+from headrace.base.units import plural
 from headrace.loss.lazy import LazyLogits, head_spec
 from headrace.loss.linear_cross_entropy import shift_labels as shifted
 from headrace.loss.tiled import HeadSpec
@@ -60,7 +61,7 @@ def fused_loss(
         if len(targets) != tokens:
             raise DataError(
                 "Logits and labels differ in length",
-                f"{tokens} tokens with logits, {len(targets)} labels",
+                f"{plural(tokens, 'token')} with logits, {plural(len(targets), 'label')}",
                 "Pass labels for every token (and no logits_to_keep) when a loss is wanted",
             )
         return run(logits, targets, spec, num_items_in_batch)

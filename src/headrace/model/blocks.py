@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from headrace.base.errors import ModelError, OptionError
+from headrace.base.units import plural
 
 SMALLEST_SHARE = 0.01
 """A stack with a smaller share of the model's parameters than this stays resident."""
@@ -120,7 +121,7 @@ def _named(model: nn.Module, blocks: str | Sequence[str] | Sequence[nn.Module]) 
             if not isinstance(found, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
                 raise OptionError(
                     f"blocks names {item!r}, which is a {type(found).__name__} and no list of modules",
-                    f"it holds {len(list(found.children()))} modules by name",
+                    f"it holds {plural(len(list(found.children())), 'module')} by name",
                     "Name the list that holds the blocks, or pass the blocks themselves",
                 )  # fmt: skip
             stacks.append(Stack(item, tuple(_children(found))))

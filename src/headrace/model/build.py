@@ -20,6 +20,7 @@ from torch import nn
 
 from headrace.base.errors import FormatError, ModelError, OptionError
 from headrace.base.events import EventLog
+from headrace.base.units import plural
 from headrace.files.safetensors import TensorReader
 from headrace.model.conversion import ConversionPlan, plan_conversion
 from headrace.model.foreign_files import Packed, packed_source, refuse_other_forms, refuse_unread
@@ -170,7 +171,7 @@ def _with_layer_types(config: Any, attributes: Mapping[str, Any]) -> dict[str, A
     if layers is None or kinds is None or "layer_types" in attributes:
         return dict(attributes)
     if layers > len(kinds):
-        numbers = f"the configuration lists the kinds of {len(kinds)} layers"
+        numbers = f"the configuration lists the kinds of {plural(len(kinds), 'layer')}"
         raise OptionError(f"num_hidden_layers={layers} needs layer_types", numbers, "Give layer_types as well")
     return {**attributes, "layer_types": list(kinds[:layers])}
 
@@ -268,13 +269,13 @@ def _check_files(model: Any, plan: ConversionPlan, reader: TensorReader, events:
     if scales:
         raise FormatError(
             "The checkpoint holds scales of a quantised format, which this model has no place for",
-            f"{len(scales)} tensors, the first is {scales[0]}",
+            f"{plural(len(scales), 'tensor')}, the first is {scales[0]}",
             "Give a checkpoint in bfloat16, float16 or float32",
         )
     if not plan.recipes:
         raise FormatError(
             f"No tensor of the checkpoint belongs to {type(model).__name__}",
-            f"{len(reader)} tensors, the first is {plan.unexpected[0] if plan.unexpected else 'none'}",
+            f"{plural(len(reader), 'tensor')}, the first is {plan.unexpected[0] if plan.unexpected else 'none'}",
             "Check that config.json and the safetensors files belong together",
         )
     refuse_other_forms(plan)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.base.errors import FormatError, ModelError
+from headrace.base.units import plural
 from headrace.codec.packed import views
 from headrace.kernels.code_tables import dynamic_values, nf4_values
 from headrace.model.packed_files import METHOD, InFiles, PackedFolder
@@ -151,7 +152,7 @@ class Foreign:
         self._found, beside = self.find(reader)
         if not self._found:
             raise FormatError("the files hold no weight that is packed as the configuration says",
-                              f"{len(reader.entries)} tensors", "Download the model again")  # fmt: skip
+                              f"{plural(len(reader.entries), 'tensor')}", "Download the model again")  # fmt: skip
         shapes = {key: tuple(entry.shape) for key, entry in reader.entries.items() if key not in beside}
         return shapes | {key: parts.shape for key, parts in self._found.items()}
 

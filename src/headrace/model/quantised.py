@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from headrace.base.errors import ModelError, OptionError
 from headrace.base.events import EventLog
-from headrace.base.units import format_bytes
+from headrace.base.units import format_bytes, plural
 from headrace.codec.entries import error_of, pack, unpack
 from headrace.model.blocks import Stack, find_blocks
 from headrace.model.parked import WeightValue, is_parked, park, placeholder
@@ -79,7 +79,7 @@ class Losses:
     def tell(self, events: EventLog) -> None:
         if self.errors:
             counts = Counter(codec for codec, _, _ in self.weights.values())
-            what = ", ".join(f"{count} matrices as {codec}" for codec, count in counts.items())
+            what = ", ".join(f"{plural(count, 'matrix', 'matrices')} as {codec}" for codec, count in counts.items())
             worst = max(self.errors, key=lambda name: self.errors[name])
             events.add("quantize", f"frozen weights are stored compressed: {what}", before=format_bytes(self.before),
                        after=format_bytes(self.after), worst_error=f"{self.errors[worst]:.4f}", of=worst)  # fmt: skip
@@ -269,7 +269,9 @@ def mark(model: nn.Module, precision: PrecisionMap, events: EventLog) -> None:
         if id(candidate.parameter) in codecs:
             candidate.parameter.requires_grad_(False)
             setattr(candidate.parameter, CODEC, codecs[id(candidate.parameter)])
-    text = f"{len(codecs)} of {len(found)} matrices of the blocks are frozen, and encoded when they are read"
+    text = (
+        f"{len(codecs)} of {plural(len(found), 'matrix', 'matrices')} of the blocks are frozen, and encoded when read"
+    )
     events.add("quantize", text, by=str(precision))
 
 
@@ -279,7 +281,7 @@ def refuse_marked(model: nn.Module) -> None:
     if marked:
         codec = codec_of(model.get_parameter(marked[0]))
         raise OptionError(
-            "the model is quantised already", f"{len(marked)} weights are, such as {marked[0]} as {codec}",
+            "the model is quantised already", f"of its weights {len(marked)}, such as {marked[0]} as {codec}",
             "Leave quantize out, or load the model again without it",
         )  # fmt: skip
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.base.errors import OptionError, PlanError
-from headrace.base.units import format_bytes
+from headrace.base.units import format_bytes, plural
 from headrace.spec.footprint import Footprint, footprint
 from headrace.spec.model import BLOCK, REST, ModelSpec
 from headrace.spec.placement import ACTIVATIONS, DEVICE, DISK, HOST, RECOMPUTE, TIERS, Placement
@@ -70,7 +70,7 @@ def _by_unit(
         if not chosen:
             raise OptionError(
                 f"{what} names {pattern!r}, which matches no block and no tile",
-                f"{len(blocks)} blocks; names: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}",
+                f"{plural(len(blocks), 'block')}; names: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}",
                 "Use a block number, a name pattern or '*'",
             )
         for unit in chosen if pattern != "*" else ():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from headrace.base.units import plural
 from headrace.spec.model import BLOCK, REST, TILE, ModelSpec, Unit
 from headrace.spec.placement import TIERS, Placement
 
@@ -11,7 +12,7 @@ from headrace.spec.placement import TIERS, Placement
 def summary(spec: ModelSpec, placement: Placement) -> str:
     """As in "weights: 30 blocks and 8 tiles on host, rest on device; optimizer state: ... on disk; 3 weight slots"."""
     trained = [unit for unit in spec.units if unit.trained.entries]
-    slots = f"{placement.slots} weight slot{'s' * (placement.slots != 1)}"
+    slots = plural(placement.slots, "weight slot")
     return (
         f"weights: {_by_tier(spec.units, placement.weights)}; "
         f"optimizer state: {_by_tier(trained, placement.state) or 'none'}; {slots}"
@@ -21,9 +22,7 @@ def summary(spec: ModelSpec, placement: Placement) -> str:
 def counted(units: Iterable[Unit]) -> str:
     """What units these are, as in "30 blocks, 8 tiles and rest"."""
     kinds = [unit.kind for unit in units]
-    parts = [
-        f"{kinds.count(kind)} {kind}{'s' * (kinds.count(kind) != 1)}" for kind in (BLOCK, TILE) if kind in kinds
-    ] + [REST] * (REST in kinds)
+    parts = [plural(kinds.count(kind), kind) for kind in (BLOCK, TILE) if kind in kinds] + [REST] * (REST in kinds)
     return " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else "".join(parts)
 
 

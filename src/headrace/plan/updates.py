@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headrace.base.errors import PlanError
-from headrace.base.units import format_bytes
+from headrace.base.units import format_bytes, plural
 from headrace.plan.place import WORK_SHARE, Budgets, host_bytes
 from headrace.schedule.sides import shared
 from headrace.spec.footprint import LOG_STAGES, footprint, keeps_log, log_place_bytes, passes_device, round_up
@@ -37,7 +37,7 @@ def place_updates(
     placed, text = _on_sides(spec, placement, budgets, wanted, reserve)
     late = _late(spec, placed, budgets)
     if late:
-        text += f"; those of the last {len(late)} blocks hide behind the next forward"
+        text += f"; those of the last {plural(len(late), 'block')} hide behind the next forward"
     return replace(placed, late=late), text
 
 
@@ -99,7 +99,9 @@ def place_logs(
         count, distant = (count - LOG_STAGES, distant) if distant > LOG_STAGES else (count, 0)
     if count < 1:
         return placement, "none: no memory for a log"
-    return replace(placement, logs=count, device_logs=distant), f"logs for the updates of {count + distant} blocks fit"
+    return replace(
+        placement, logs=count, device_logs=distant
+    ), f"logs for the updates of {plural(count + distant, 'block')} fit"
 
 
 def _room(spec: ModelSpec, placement: Placement, budgets: Budgets) -> int:

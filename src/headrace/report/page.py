@@ -17,7 +17,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from headrace.base.units import format_bytes
+from headrace.base.units import format_bytes, plural
 from headrace.report.lanes import PLAN, read_bars
 from headrace.report.plots import Curve, Plot, lanes_svg
 from headrace.report.record import TRACES, Line, Run, number
@@ -63,7 +63,7 @@ def _subtitle(run: Run) -> str:
     if begun is not None and 0 <= begun < 1e11:
         parts.append(f"begun {datetime.fromtimestamp(begun, timezone.utc):%Y-%m-%d %H:%M} UTC")
     if len(run.facts) > 1:
-        parts.append(f"resumed {len(run.facts) - 1} times")
+        parts.append(f"resumed {plural(len(run.facts) - 1, 'time')}")
     return " · ".join(parts)
 
 

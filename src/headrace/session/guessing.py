@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from headrace.base.errors import StepError
+from headrace.base.units import plural
 from headrace.executor.interrupts import uninterrupted
 from headrace.executor.stream import Stream
 from headrace.schedule import build
@@ -75,7 +76,9 @@ class Guessing:
         elif writes:
             stream.actions.broken = "a weight was written inside the backward that updates it"
             advice = "Write it before backward() or after step(), and restore(folder) now; or leave accumulation out"
-            raise StepError(stream.actions.broken, f"updates of {len(self._chosen)} blocks have begun", advice)
+            raise StepError(
+                stream.actions.broken, f"updates of {plural(len(self._chosen), 'block')} have begun", advice
+            )
 
     def recover(self) -> None:
         """A step was refused before it changed anything: what its backward had changed is taken back."""

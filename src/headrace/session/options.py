@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import OptionError
-from headrace.base.units import parse_bytes
+from headrace.base.units import parse_bytes, plural
 from headrace.files.space import folder_fault
 from headrace.spec.placement import ACTIVATIONS
 from headrace.spec.precision import DECODED, STORED, as_map
@@ -169,7 +169,7 @@ def check(given: dict[str, Any]) -> Options:
     if faults:
         raise OptionError(
             "; ".join(faults),
-            f"{len(faults)} mistake{'s' * (len(faults) != 1)} in {len(given)} option{'s' * (len(given) != 1)} given",
+            f"{plural(len(faults), 'mistake')} in {plural(len(given), 'option')} given",
             f"Options: {', '.join(known)}",
         )
     return options

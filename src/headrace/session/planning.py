@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from headrace.base.events import EventLog
-from headrace.base.units import format_bytes
+from headrace.base.units import format_bytes, plural
 from headrace.model.units import Anatomy
 from headrace.optim.rules import Rule
 from headrace.plan.choice import Wanted
@@ -55,7 +55,8 @@ def _tell(found: Plan, options: Options, budgets: Budgets, events: EventLog, una
     if options.accumulation is not None and not options.updates_at_once:
         blocks, logs = sum(keeps_log(unit, placement) for unit in spec.units), len(placement.log_places)
         if logs:
-            guesses = f"updates of {logs} of {blocks} blocks begin in the backward, and are taken back if it is clipped"
+            begun = f"updates of {logs} of {plural(blocks, 'block')} begin in the backward"
+            guesses = f"{begun}, and are taken back if it is clipped"
         events.add("guesses", f"none: {unable}" if unable else guesses, logs=logs, blocks=blocks,
                    on_device=placement.device_logs, waiting=placement.guess_from,
                    bytes=format_bytes(logs * log_place_bytes(spec, placement)))  # fmt: skip

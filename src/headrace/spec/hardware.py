@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar, get_type_hints
 
 from headrace.base.errors import FormatError
-from headrace.base.units import format_bytes
+from headrace.base.units import format_bytes, plural
 
 VERSION = 3
 """Of the format in files; profiles of another one are measured again."""
@@ -197,7 +197,7 @@ class HardwareProfile:
         """(what, how much), as tables show them."""
         link, updates, compute, memory = self.link, self.updates, self.compute, self.memory
         found = [
-            ("device", f"{self.device} ({self.kind}, {self.threads} CPUs"
+            ("device", f"{self.device} ({self.kind}, {plural(self.threads, 'CPU')}"
                        + "".join(f", {name} {text}" for name, text in (("driver", self.driver), ("torch", self.torch))
                                  if text) + ")"),
             ("link, page-locked", f"up {_gb(link.up)}, down {_gb(link.down)}, both ways {_gb(link.both)}"),

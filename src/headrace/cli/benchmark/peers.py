@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import headrace
+from headrace.base.units import plural
 from headrace.cli.bench import Request
 from headrace.cli.benchmark.asked import Asked
 from headrace.cli.benchmark.work import Work
@@ -65,7 +66,7 @@ def compare(
         for work, seconds in works:
             if stopped():
                 return
-            say(f"{work}: {name}, {request.warm_up} steps to warm up, {request.steps} that count")
+            say(f"{work}: {name}, {plural(request.warm_up, 'step')} to warm up, {request.steps} that count")
             found = _run(_command(folder / PEERS[name].script, request, work, device, compiled), stopped)
             ratio = {"ratio": found["seconds"] / seconds} if "seconds" in found else {}
             yield {"system": name, "work": str(work), **found, **ratio}

@@ -25,6 +25,7 @@ from headrace.base.errors import (
     OptionError,
     PlanError,
 )
+from headrace.base.units import plural
 from headrace.cli.bench import Request
 from headrace.cli.benchmark.arithmetic import arithmetic_of
 from headrace.cli.benchmark.asked import CUDA_BYTES, Asked, checked
@@ -125,7 +126,9 @@ class _Runs:
         with bench.session:
             for number, work in group:
                 done += 1
-                self._say(f"{work}: {self._request.warm_up} steps to warm up, {self._request.steps} that count")
+                self._say(
+                    f"{work}: {plural(self._request.warm_up, 'step')} to warm up, {self._request.steps} that count"
+                )
                 try:
                     with self._stop.deferred():
                         figures = bench.measure(work, self._trace(number))

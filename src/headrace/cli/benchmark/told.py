@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from headrace.base.units import format_bytes, format_count
+from headrace.base.units import format_bytes, format_count, plural
 
 Found = Mapping[str, Any]
 _UNITS = {"B": ("GB", 1e9), "weights": ("million weights", 1e6), "FLOP": ("TFLOP", 1e12)}
@@ -19,7 +19,7 @@ def told(report: Found) -> Iterator[str]:
     compiled = "compiled" if report["compile"] else "not compiled"
     card = f" as a card of {format_bytes(report['card'])}" if report["card"] else ""
     yield (f"{report['model']}{size}, {report['dtype']}, {compiled}, on {machine['device']}{card}, "
-           f"{machine['cpus']} CPUs, torch {machine['torch']}, headrace {report['headrace']}")  # fmt: skip
+           f"{plural(machine['cpus'], 'CPU')}, torch {machine['torch']}, headrace {report['headrace']}")  # fmt: skip
     for number, session in enumerate(report["sessions"], 1):
         yield (f"session {number}: opened in {session['opened']:.1f} s, host peak until then "
                f"{format_bytes(session['opened_peak'])}; {session['placement']}")  # fmt: skip
@@ -44,7 +44,7 @@ def _work(work: Found, gpu: bool) -> Iterator[str]:
     norm = work["max_grad_norm"]
     clipping = "no clipping" if norm is None else f"clipping to {norm:g}"
     yield f"{work['work']}: {work['tokens']} tokens a step, {clipping}"
-    yield (f"  {work['seconds']:.3f} s a step ({work['steps']} steps and the wait for the last update), "
+    yield (f"  {work['seconds']:.3f} s a step ({plural(work['steps'], 'step')} and the wait for the last update), "
            f"{work['tokens_per_second']:,.0f} tokens/s")  # fmt: skip
     if work["utilisation"] is not None:
         yield (f"  {100 * work['utilisation']:.1f} % of the {work['matmul_rate'] / 1e12:.3g} TFLOP/s that its matmuls "

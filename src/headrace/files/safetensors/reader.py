@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace.base.errors import FormatError, StoreError
+from headrace.base.units import plural
 from headrace.files.positional import PIECE, PositionalFile
 from headrace.files.safetensors.header import TensorEntry, read_header
 from headrace.files.safetensors.pieces import pieces
@@ -142,7 +143,7 @@ class TensorReader:
     def _entry(self, name: str) -> TensorEntry:
         if name not in self.entries:
             folders = ", ".join(sorted({str(path.parent) for path in self._stamps}))
-            raise FormatError(f"There is no tensor {name}", f"{len(self.entries)} tensors in {folders}",
+            raise FormatError(f"There is no tensor {name}", f"{plural(len(self.entries), 'tensor')} in {folders}",
                               "Check that the files belong to this model")  # fmt: skip
         return self.entries[name]
 
@@ -159,7 +160,7 @@ class TensorReader:
     def _file(self, path: Path) -> Iterator[PositionalFile]:
         with self._lock:
             if self._closed:
-                raise StoreError(f"{path} is closed", f"asked for one of {len(self.entries)} tensors",
+                raise StoreError(f"{path} is closed", f"asked for one of {plural(len(self.entries), 'tensor')}",
                                  "Load the model again")  # fmt: skip
             kept = self._files.get(path)
             if kept is None and len(self._files) < MAX_OPEN:
@@ -223,6 +224,6 @@ def _read_index(path: Path) -> tuple[list[Path], dict[str, Path]]:
     missing = sorted({file.name for file in named.values() if not file.is_file()})
     if missing:
         count = len(set(named.values()))
-        text = f"{len(missing)} of {count} shards: {', '.join(missing[:4])}"
+        text = f"{len(missing)} of {plural(count, 'shard')}: {', '.join(missing[:4])}"
         raise FormatError(f"{path} names shards that are missing", text, "Download the missing files")
     return sorted(set(named.values())), named
