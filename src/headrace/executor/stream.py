@@ -19,6 +19,7 @@ from torch import Tensor
 
 from headrace.base.errors import StepError
 from headrace.base.events import EventLog
+from headrace.base.units import plural
 from headrace.executor.actions import Actions
 from headrace.executor.executor import Executor, Walk
 from headrace.executor.gradient_places import make_places
@@ -81,8 +82,8 @@ class Stream:
         self._pass: Pass | None = None
         self._walk: Walk | None = None
         self.backward_of: Pass | None = None
-        self._task = -1
-        """Autograd's number of the backward under way."""
+        self.task = -1
+        """Autograd's number of the last backward."""
         self._early_notes: dict[str, Any] | None = None
         self._updated: set[int] = set()
         self._live: weakref.WeakSet[Pass] = weakref.WeakSet()
@@ -97,7 +98,6 @@ class Stream:
 
     @property
     def mixed(self) -> bool:
-        """See model.visit.Stream."""
         return self.sink.mixed
 
     def predicted(self, training: bool) -> list[Visit]:
@@ -286,18 +286,19 @@ class Stream:
     def _arrive_backward(self, pass_: Pass, number: int) -> Walk:
         if pass_.updates != self.updates:
             text = "backward() came after step() had changed the weights of its forward"
-            raise StepError(text, f"{self.updates - pass_.updates} steps", "Call backward() first, or forward again")
+            made = plural(self.updates - pass_.updates, "step")
+            raise StepError(text, made, "Call backward() first, or forward again")
         task = torch._C._current_graph_task_id()
-        if self._task != task:
+        if self.task != task:
             self.roots.check_backward()
-        if self._task != task or self.backward_of is not pass_:
+        if self.task != task or self.backward_of is not pass_:
             self.weights_wanted = pass_.weights_wanted()
         if self.backward_of is None:  # it begins, or goes on after a checkpoint ran its forward again
             self._end_forward()
-        elif self._task != task:  # an earlier backward ended in an error
+        elif self.task != task:  # an earlier backward ended in an error
             self.abandon()
-        if self._task != task:
-            self._task = task
+        if self.task != task:
+            self.task = task
             if self._early_notes is not None and self.weights_wanted:
                 text = "a second backward came although updates of this step have begun"
                 declared = "accumulation= declares fewer backward calls per step"

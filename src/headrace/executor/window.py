@@ -13,7 +13,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,12 +21,22 @@ from torch import Tensor
 from headrace.base.errors import StepError
 from headrace.executor.interrupts import uninterrupted
 from headrace.model.rows import wide_sum
+from headrace.model.surroundings import RandomState
 
 Joint = Callable[[list[Any]], list[Any]]
 
 _Participant = contextvars.ContextVar["tuple[Window, int] | None"]
 _PARTICIPANT: _Participant = contextvars.ContextVar("headrace_window", default=None)
-_INSIDE = contextvars.ContextVar("headrace_inside", default=False)
+_INSIDE: contextvars.ContextVar[list[Begun] | None] = contextvars.ContextVar("headrace_inside", default=None)
+"""The forwards that began in the window under way."""
+
+
+class Begun(Protocol):
+    """A forward that has begun, see session.surviving."""
+
+    def taken_back(self) -> bool: ...
+
+    def frees(self, reason: str) -> bool: ...
 
 
 class _Released(BaseException):
@@ -37,22 +47,43 @@ def accumulate(fn: Callable[[Any], Tensor], micro_batches: Iterable[Any]) -> Ten
     """The sum of `fn(micro_batch)` over a window of micro-batches that pass each block on one load of its weights.
 
     `fn` runs the model and returns a loss, already divided as it should count (for token means: by the window's label
-    count, not the micro-batch's). Call `backward()` once on the result. Raises what any `fn` raises.
+    count, not the micro-batch's). Call `backward()` once on the result. Raises what any `fn` raises; where the device
+    runs out of memory and blocks can leave it, they do, and all is called again under the same random state.
     """
     batches = list(micro_batches)
     if not batches:
         raise StepError("accumulate was given no micro-batch", "0 micro-batches", "Give at least one")
-    if _INSIDE.get():
+    if _INSIDE.get() is not None:
         raise StepError(
             "accumulate was called inside accumulate", "windows cannot be nested", "Use one window per optimizer step"
         )
-    token = _INSIDE.set(True)
-    try:
-        losses = Window(fn, batches).run() if len(batches) > 1 else [_checked(fn(batches[0]))]
-    finally:
-        _INSIDE.reset(token)
+    losses = _losses(fn, batches)
     dtypes = (loss.dtype for loss in losses)
     return functools.reduce(wide_sum, losses).to(functools.reduce(torch.promote_types, dtypes))
+
+
+def _losses(fn: Callable[[Any], Tensor], batches: Sequence[Any]) -> list[Tensor]:
+    device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+    random = RandomState.now(device)
+    while True:
+        begun: list[Begun] = []
+        token = _INSIDE.set(begun)
+        try:
+            return Window(fn, batches).run() if len(batches) > 1 else [_checked(fn(batches[0]))]
+        except torch.OutOfMemoryError as error:
+            reason = str(error)  # the error itself would hold what its frames hold
+        finally:
+            _INSIDE.reset(token)
+        unchanged = all(each.taken_back() for each in begun)
+        if not unchanged or not any(each.frees(reason) for each in begun):
+            raise torch.OutOfMemoryError(reason)
+        random.restore(device)
+
+
+def attempts(begun: Begun) -> None:
+    """A forward has begun: if it is part of a window, that can begin anew."""
+    if (inside := _INSIDE.get()) is not None:
+        inside.append(begun)
 
 
 def _checked(loss: Any) -> Tensor:

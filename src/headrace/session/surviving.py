@@ -1,15 +1,79 @@
-"""A training loop's step that ran out of device memory runs again, with less on the device or fewer rows at a time."""
+"""What ran out of device memory runs again, with less on the device: a forward of the model, or a training loop's step.
+
+A forward between whose blocks memory ran out has changed nothing but random states and caches, which are given back. A
+window of micro-batches is made of forwards alone, and begins anew as a whole. Only a training loop of Headrace, or of
+transformers, can also repeat the backward. Fewer rows at a time are tried last, by the step: they take less memory in
+blocks, and none outside.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headrace.executor.taken import TakenBlock
+from headrace.executor.window import attempts, in_window
+from headrace.model.caches import CacheMarks
 from headrace.model.surroundings import RandomState
 from headrace.session.session import Session
+
+
+class Begun:
+    """What a forward of a session's model was given, to be had again."""
+
+    def __init__(self, session: Session, given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})) -> None:
+        self._session, self._random = session, RandomState.now(session.device)
+        self._buffers, self._caches, self._backward = _buffers(session), CacheMarks(given), session._stream.task
+
+    def taken_back(self) -> bool:
+        """Nothing of it is left; False where the model keeps something, which it would keep twice."""
+        stream = self._session._stream
+        stream.abandon()
+        call = stream.roots.current()
+        if call is not None:
+            call.whole.clear()
+        if _changed(self._session, self._buffers) or stream.task != self._backward or not self._caches.restore():
+            return False
+        self._random.restore(self._session.device)
+        return True
+
+    def frees(self, reason: str) -> bool:
+        """The device has more room now. No number changes by that."""
+        return self._session._trial.recovers(reason)
+
+
+def repeat_forwards(session: Session, undo: list[Callable[[], None]]) -> None:
+    """From now on the forward of the session's model is `surviving` by itself, where only placement has to change."""
+    model = session.model
+    own, original = model.__dict__.get("forward"), model.forward
+
+    @functools.partial(torch.compiler.disable, recursive=False)
+    @functools.partial(functools.wraps, updated=())(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        begun = Begun(session, (args, kwargs))
+        attempts(begun)
+        if in_window() or torch._C._current_graph_task_id() != -1:
+            return original(*args, **kwargs)
+        while True:
+            try:
+                return original(*args, **kwargs)
+            except torch.OutOfMemoryError as error:
+                reason = str(error)  # the error itself would hold what its frames hold
+            if not begun.taken_back() or not begun.frees(reason):
+                raise _told(session, reason)
+
+    def remove() -> None:
+        if own is None:
+            model.__dict__.pop("forward", None)
+        else:
+            model.forward = own
+
+    model.forward = forward
+    undo.append(remove)
 
 
 def surviving(session: Session, step: Callable[[], Tensor]) -> Tensor:
@@ -32,19 +96,24 @@ def surviving(session: Session, step: Callable[[], Tensor]) -> Tensor:
         stream.abandon()  # updates that were only queued are none
         final = earlier or stream.updated or session.broken or _changed(session, buffers)
         if final or not trial.halve(stream, reason):
-            raise torch.OutOfMemoryError(f"{reason} {trial.advice}")
+            raise _told(session, reason)
         session.wait()  # guesses are taken back
         stream.begin_step()
         session.zero_grad()
         random.restore(session.device)
 
 
-def _buffers(session: Session) -> list[tuple[Tensor, int]]:
-    """The model's buffers, and how often they had been written."""
-    return [(buffer, buffer._version) for buffer in session.model.buffers()]
+def _told(session: Session, reason: str) -> torch.OutOfMemoryError:
+    advice = session._trial.advice
+    return torch.OutOfMemoryError(reason if advice in reason else f"{reason} {advice}")
 
 
-def _changed(session: Session, before: list[tuple[Tensor, int]]) -> bool:
+def _buffers(session: Session) -> list[tuple[Tensor, int | None]]:
+    """The model's buffers, and how often they had been written; None where torch does not count."""
+    return [(each, None if each.is_inference() else each._version) for each in session.model.buffers()]
+
+
+def _changed(session: Session, before: list[tuple[Tensor, int | None]]) -> bool:
     """Whether the model keeps something of a step that was begun: it would keep it twice."""
     now = _buffers(session)
     same = len(now) == len(before) and all(a is b and v == w for (a, v), (b, w) in zip(now, before, strict=True))

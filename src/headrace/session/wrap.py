@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from headrace.base.errors import ModelError, OptimizerError, OptionError, StepError
 from headrace.base.events import EventLog
-from headrace.base.units import format_bytes
+from headrace.base.units import format_bytes, plural
 from headrace.executor.actions import Actions
 from headrace.executor.executor import Executor
 from headrace.executor.gradient_places import sum_apart
@@ -46,6 +46,7 @@ from headrace.session.quantising import codecs_for, fitting
 from headrace.session.resources import budgets_of, device_of
 from headrace.session.session import Session
 from headrace.session.subject import predicted
+from headrace.session.surviving import repeat_forwards
 from headrace.session.values import Values
 from headrace.spec.model import ModelSpec
 from headrace.spec.placement import DEVICE
@@ -153,7 +154,7 @@ def _check_model(model: Any) -> None:
         size = format_bytes(sum(grad.nbytes for _, grad in held))
         raise StepError(
             f"the model holds gradients, and wrap would lose them: {held[0][0]} has one",
-            f"{len(held)} parameters with {size} of them",
+            f"{plural(len(held), 'parameter')} with {size} of them",
             "Finish that step first (optimizer.step()), then call model.zero_grad(); or only the latter, to drop them",
         )
 
@@ -291,6 +292,7 @@ def _open(
     taken = install(model, anatomy, stream, options, undo)
     session = Session(model, optimizer, options, anatomy, stream, values, taken, undo, events, budgets, decided)
     sum_apart(stream, session._trial.spares)
+    repeat_forwards(session, undo)
     return session
 
 
