@@ -204,7 +204,7 @@ def test_a_forward_that_runs_out_runs_again(monkeypatch: pytest.MonkeyPatch, opt
         assert short.asked[0] == 7 and short.asked.count(7) == short.asked.count(3) == 1
         events = told(ours, "out of memory")
         assert len(events) == 2 and "3 rows pass a block at a time, not 7" in events[0] and "2.00 GiB" in events[0]
-        assert "1 rows pass a block at a time, not 3" in events[1]
+        assert "1 row passes a block at a time, not 3" in events[1]
 
 
 def test_dropout_is_as_with_the_rows_it_ends_with(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import headrace
 from against_plain import adamw, batch, hf_loss, llama, streamed
+from headrace.executor import trial
 from headrace.plan import updates
 from headrace.session.adapting import MEASURED, ROUNDS, SETTLED, Adapting, weights_by_side
 
@@ -94,6 +95,22 @@ def test_nothing_moves_where_it_would_not_help() -> None:
     """At the ratio that the plan assumes it has decided right, and the first measurement ends the matter."""
     _, (before, after, events, seen) = trained(llama(8), SETTLED + MEASURED + 1, (1e-6, updates.DEVICE_COST * 1e-6))
     assert after == before and not events and not seen[-1] and seen[SETTLED]
+
+
+@pytest.mark.parametrize("check_memory", [True, False])
+def test_until_a_step_has_shown_what_it_takes(monkeypatch: pytest.MonkeyPatch, check_memory: bool) -> None:
+    """Where that is measured, as on a GPU, the first whole step ends it."""
+    monkeypatch.setattr(trial, "measures", lambda device: True)
+    monkeypatch.setattr(trial, "allocated", lambda device: 1000)
+    monkeypatch.setattr(trial, "peak", lambda device, run: [run(), 2000][1])
+    monkeypatch.setattr(trial, "cached", lambda device: 0)
+    with streamed(llama(3), adamw, placement=HOST, update="host", check_memory=check_memory) as (ours, optimizer):
+        session = headrace.session(ours)
+        assert session.adapting == check_memory
+        hf_loss(ours, batch(3, 9, vocabulary=257)).backward()
+        assert session.adapting == check_memory
+        optimizer.step()
+        assert not session.adapting
 
 
 def test_an_option_is_an_answer() -> None:

@@ -18,17 +18,17 @@ from torch import Tensor
 
 from headrace.base.errors import PlanError
 from headrace.base.events import EventLog
-from headrace.base.units import format_bytes
+from headrace.base.units import format_bytes, plural
 from headrace.executor.moving import Moving
+from headrace.executor.refusal import Sizes, advice, refusal
 from headrace.executor.sink import Sink
 from headrace.executor.stream import Stream
 from headrace.executor.working_memory import UNSPLIT, allocated, beside, cached, loss_bytes, measures, peak
 from headrace.model.kept import largest_graph, recompute
 from headrace.model.surroundings import RandomState
 from headrace.model.visit import BlockVisit
-from headrace.plan.summary import counted
 from headrace.spec.footprint import norm_bytes
-from headrace.spec.model import BLOCK, REST
+from headrace.spec.model import BLOCK
 from headrace.spec.placement import KEEP, RECOMPUTE, SEND, Placement
 from headrace.store.regions import Regions
 
@@ -75,12 +75,18 @@ class Trial:
     """Bytes of the hidden states that the bound is for."""
     _part: int = 0
     """Those of the rows that pass at a time."""
+    _recent: tuple[int, int] = (0, 0)
+    """The same two for the largest batch since blocks last moved, or could have come back."""
     _kept: weakref.WeakSet[BlockVisit] = field(default_factory=weakref.WeakSet)
     """Visits whose graphs may be alive."""
+    _stepped: bool = False
     _returned: bool = False
     """The first step with a bound is over."""
     _base: int = 0
     """Bytes that were allocated before."""
+
+    def __post_init__(self) -> None:
+        self._opened = self.regions.device_bytes
 
     def __call__(self, visit: BlockVisit, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
         """Recompute and differentiate the block on its real arguments, and throw the gradients away. Returns whether
@@ -94,6 +100,7 @@ class Trial:
         states = [t for t in (*tensors, *results) if t.is_floating_point()]
         largest = max((t.nbytes for t in states), default=0)
         hidden, part = largest * len(visit.calls), largest * self._now(visit) // _rows(visit)
+        self._recent = max(self._recent[0], hidden), max(self._recent[1], part)
         if self._fits(hidden, part):
             return False
         unit = visit.block.unit
@@ -181,12 +188,32 @@ class Trial:
             torch.cuda.reset_peak_memory_stats(self.regions.device)  # what was there before is no measure any more
         return freed
 
-    def _expected(self, hidden: int, part: int) -> int:
-        """The bound in proportion for hidden states of so many bytes, `part` of them at a time; 0: none is known."""
+    def _expected(self, hidden: int, part: int, least: float = 1.0) -> int:
+        """The bound in proportion for hidden states of so many bytes, `part` of them at a time, at `least` so much of
+        it; 0: none is known."""
         if self.bound is None:
             return 0
-        grown = max(1.0, hidden / max(1, self._hidden), part / max(1, self._part))
+        grown = max(least, hidden / max(1, self._hidden), part / max(1, self._part))
         return self._base + int((self.bound - self._base - UNSPLIT) * grown) + UNSPLIT
+
+    def step(self) -> None:
+        """A step has been made: blocks that had to leave the device come back where the batches since then have left
+        room. The next batch is tried again, before it is trained on."""
+        moving, before, self._stepped = self.moving, self.regions.device_bytes, True
+        if moving is None or not moving.step():
+            return
+        room = self._opened - before
+        if self.bound is not None and self.budget is not None:
+            room = min(room, self.budget - self._expected(*self._recent, least=0.0))
+        self._recent = 0, 0
+        if room > 0 and moving.come_back(room):
+            self.bound = None
+
+    @property
+    def unsettled(self) -> bool:
+        """What is on the device may change: no step has shown yet what it takes, or blocks are away."""
+        measuring = self.checks and measures(self.regions.device) and not self._stepped
+        return measuring or (self.moving is not None and self.moving.away)
 
     def spares(self, nbytes: int) -> bool:
         """Whether the device has room for `nbytes` more that will stay; if so they are counted from now on."""
@@ -254,16 +281,10 @@ class Trial:
     def _moved(self, reason: str, stay: int | None = None, graphs: bool = True) -> bool:
         """The logs there, or else (`graphs`) what is kept of activations, or else a part of the blocks that may, have
         left the device: it ran out of memory, nobody knows how much is lacking, and there may be another time."""
-        if self._dropped(reason) or (graphs and self._forgotten(reason)):
-            return True
-        freed = self._move(int(SHARE * self._most(stay)), "it ran out of memory", stay, said=_said(reason))
-        if freed:
-            self.bound = None
-        return bool(freed)
-
-    def _dropped(self, reason: str) -> bool:
-        """All logs on the device were given up."""
         freed = self._drop_logs(None, {"said": _said(reason)})
+        if not freed and graphs and self._forgotten(reason):
+            return True
+        freed = freed or self._move(int(SHARE * self._most(stay)), "it ran out of memory", stay, said=_said(reason))
         if freed:
             self.bound = None
         return bool(freed)
@@ -286,16 +307,11 @@ class Trial:
     @property
     def advice(self) -> str:
         """What the user can do where the device has no memory for a step."""
-        regions, placement = self.regions, self.regions.placement
-        there = [unit for unit in regions.spec.units
-                 if unit.kind != REST and not placement.streams(unit.index) and not regions.movable(unit)]  # fmt: skip
-        text = "Use shorter sequences, a smaller batch, or more device_memory"
-        if there:
-            text += f"; placement='auto' lets {counted(there)} leave the device, which placement= keeps there"
-        return text if self.divides else f"{text}; without rows= fewer pass a block at a time"
+        return advice(self.regions, self.divides)
 
     def _told(self, before: int, after: int, reason: str) -> None:
-        text = f"{after} rows pass a block at a time, not {before}: the device ran out of memory"
+        rows = plural(after, "row passes", "rows pass")
+        text = f"{rows} a block at a time, not {before}: the device ran out of memory"
         self.events.add("out of memory", text, said=_said(reason))
 
     def _lower(self, visit: BlockVisit, rows: int) -> bool:
@@ -347,19 +363,11 @@ class Trial:
         return sum(map(placement.keeps, self._blocks)) * kept + inputs * hidden
 
     def _refusal(self, visit: BlockVisit, fitting: int, work: int, outer: int, hidden: int) -> PlanError:
-        advice = f"{self.advice}, or a smaller window"
+        sizes = Sizes(self.bound or 0, self.budget or 0, self._base, work, outer, beside(hidden), self.guard_bytes)
+        helps = f"{self.advice}, or a smaller window"
         if fitting and not self.divides:
-            advice = f"Use rows={fitting}: so many rows of the batch at once fit"
-        if self.guard_bytes:
-            advice += f"; without guard_every it is {format_bytes(self.guard_bytes)} less"
-        rows = self._now(visit)
-        return PlanError(
-            f"this batch needs {format_bytes(self.bound or 0)} on the device, not {format_bytes(self.budget or 0)}",
-            f"allocated already {format_bytes(self._base)} (weights, gradients, libraries' workspaces), a block of "
-            f"{rows} rows {format_bytes(work)} or the loss and norms {format_bytes(outer)}, hidden states of the batch "
-            f"{format_bytes(beside(hidden))}",
-            advice,
-        )
+            helps = f"Use rows={fitting}: so many rows of the batch at once fit"
+        return refusal(sizes, self._now(visit), helps)
 
     def compare(self, measured: int) -> None:
         """After a whole step: what was promised against what was measured."""

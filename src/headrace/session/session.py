@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from headrace.base.errors import NonFiniteError, StepError
 from headrace.base.events import EventLog
+from headrace.base.units import plural
 from headrace.executor.actions import Actions
 from headrace.executor.executor import Executor
 from headrace.executor.interrupts import uninterrupted
@@ -75,7 +76,6 @@ class Session:
         self._micro_batches = 0
         trained = {entry.name for _, _, entry in anatomy.spec.pieces() if entry.trainable}
         self._frozen = [p for name, p in anatomy.parameters.items() if name not in trained and not p.requires_grad]
-        stream.early = self._early
         self._guessing = Guessing(stream, self._now, self._complete)
         stream.begun, stream.ended = self._begun, self._gradients.show
         self.plan, self.budgets = plan, budgets
@@ -83,13 +83,13 @@ class Session:
         self._tracing = Tracing(self)
         self._watchdog = Watchdog(events, self._executor.seconds, plan)
         self._collections = Collections(events, stream.roots.busy)
-        busy, updated = self._executor.seconds, self._actions.updated
-        self._adapting = Adapting(stream.regions, busy, updated, events, options.update == "auto")
-        self._trial = Trial(budgets.device, stream.sink, stream.regions, events, adapts=options.activations == "auto",
-                            checks=options.check_memory, divides=options.rows is None)  # fmt: skip
-        self._trial.moving = Moving(stream)
+        busy, free = self._executor.seconds, options.update == "auto"
+        self._adapting = Adapting(stream.regions, busy, self._actions.updated, events, free)
+        self._trial = Trial(budgets.device, stream.sink, stream.regions, events, checks=options.check_memory,
+                            adapts=options.activations == "auto", divides=options.rows is None,
+                            moving=Moving(stream))  # fmt: skip
         stream.trial, stream.survives, stream.recovers = self._trial, self._trial.survives, self._trial.recovers
-        stream.divides = self._trial.lowers
+        stream.divides, stream.early = self._trial.lowers, self._early
         self.guard: ParityGuard | None = None
         """What `guard_every` asks for; its `checks` are the last comparisons."""
         if options.guard_every:
@@ -109,8 +109,8 @@ class Session:
 
     @property
     def adapting(self) -> bool:
-        """Where updates run may still change, as the first steps have shown how fast they are on each side."""
-        return self._adapting.under_way
+        """The placement may still change: by what the first steps show, or as blocks that left the device come back."""
+        return self._adapting.under_way or self._trial.unsettled
 
     @property
     def config(self) -> Options:
@@ -174,6 +174,7 @@ class Session:
         self._watchdog.step(self.steps)
         self._collections.step(self.steps)
         self._adapting.step(self.steps)
+        self._trial.step()
         self._tracing.step_over()
 
     def _queue_updates(self) -> None:
@@ -258,9 +259,8 @@ class Session:
     def check_open(self) -> None:
         """Raise StepError when the session is closed."""
         if self.closed:
-            raise StepError(
-                "the session of this model is closed, and its weights with it", f"{self.steps} steps were made", CLOSED
-            )
+            made = plural(self.steps, "step was", "steps were") + " made"
+            raise StepError("the session of this model is closed, and its weights with it", made, CLOSED)
 
     def _settled(self, action: Callable[[], None]) -> None:
         """Run `action`, which raises what updates met. A step refused before it changed anything is then forgotten."""
@@ -320,7 +320,7 @@ class Session:
 
         self.wait()
         if self.broken:
-            raise StepError(self.broken, f"{self.steps} steps were begun",
+            raise StepError(self.broken, plural(self.steps, "step was", "steps were") + " begun",
                             "Call restore(folder) with an earlier checkpoint; this memory is not saved")  # fmt: skip
         if self._stream.held:
             held = counted(self.spec.units[unit] for unit in self._stream.held)

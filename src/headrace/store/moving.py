@@ -1,4 +1,4 @@
-"""Units that leave the device for host memory while a session is open, bit for bit; logs that are given up there."""
+"""Units that leave the device for host memory while a session is open, and come back, bit for bit; logs given up."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from headrace.base.units import format_bytes
 from headrace.spec.footprint import Place, places_of, round_up
 from headrace.spec.model import Unit
 from headrace.spec.placement import DEVICE, Placement
+from headrace.store.memory import HostArena
 from headrace.store.regions import Regions, typed
 
 REGIONS = ("weights", "state", "grads")
@@ -50,7 +51,7 @@ def move(regions: Regions, after: Placement) -> None:
         undo.callback(regions.forget_views)
         into = {(unit.index, region): _host(regions, unit.region_bytes(region), region, undo)
                 for unit in leaving for region in _only_there(regions, unit)}  # fmt: skip
-        held = {place.name: _host(regions, place.nbytes, place.region, undo)
+        held = {place.name: _host(regions, place.nbytes, place.region, undo).take(place.nbytes)
                 for place in growing if place.tier != DEVICE}  # fmt: skip
         for unit in leaving:
             for region in REGIONS:
@@ -95,20 +96,20 @@ def _growing(regions: Regions, after: Placement) -> list[Place]:
     return found
 
 
-def _host(regions: Regions, nbytes: int, region: str, undo: contextlib.ExitStack) -> Tensor:
+def _host(regions: Regions, nbytes: int, region: str, undo: contextlib.ExitStack) -> HostArena:
     arena = regions.taking(nbytes, region)
     undo.callback(regions.give_back, arena, region)
-    return arena.take(nbytes)
+    return arena
 
 
-def _leave(regions: Regions, unit: Unit, region: str, into: Tensor | None, undo: contextlib.ExitStack) -> None:
-    """Let a region live in `into`, which is zero: also where the device's padding of gradients is not. None: the device
+def _leave(regions: Regions, unit: Unit, region: str, host: HostArena | None, undo: contextlib.ExitStack) -> None:
+    """Let a region live in `host`, which is zero: also where the device's padding of gradients is not. None: the device
     has but a copy of it."""
     key = unit.index, region
-    if into is None:
+    if host is None:
         del regions.copies[unit.index]
     else:
-        home = regions.homes[key]
+        home, into = regions.homes[key], host.take(unit.region_bytes(region))
         pairs = [(into, home)]
         if region == "grads":
             pairs = list(zip(typed(into, unit.grads), typed(home, unit.grads), strict=True))
@@ -116,20 +117,76 @@ def _leave(regions: Regions, unit: Unit, region: str, into: Tensor | None, undo:
             target.copy_(source)
         regions.homes[key] = into
     arena = regions.near.pop(key)
-    nbytes = arena.nbytes
-    regions.device_change[region] -= nbytes
+    regions.device_change[region] -= arena.nbytes
     arena.close()
+    regions.left[key] = host
 
     def back() -> None:
         there = regions.on_its_own(unit.index, region, regions.homes[key].numel())
-        regions.device_change[region] += nbytes
-        there.copy_(regions.homes[key])
-        if into is None:
-            regions.copies[unit.index] = there
-        else:
-            regions.homes[key] = there
+        _come(regions, key, there)
 
     undo.callback(back)
+
+
+def cost_of_return(regions: Regions, after: Placement) -> int:
+    """Bytes of the device that `move_back` would take; places that are not needed then are given up."""
+    taken = sum(round_up(regions.homes[key].numel()) for key in _coming(regions, after))
+    return taken - sum(regions.grown[place.name].nbytes for place in _spare(regions, after))
+
+
+def move_back(regions: Regions, after: Placement) -> None:
+    """Units that have left the device, and that `after` places there, come back. Nothing else may be under way, and no
+    gradients wait. Raises StoreError where the system refuses memory; then all is where it was."""
+    keys, there = _coming(regions, after), dict[tuple[int, str], Tensor]()
+    with contextlib.ExitStack() as undo:
+        undo.callback(regions.forget_views)
+        for place in _spare(regions, after):
+            regions.shrink(place.name, place.region)
+            undo.callback(regions.grow, place)
+            if place.name in regions.opened:
+                regions.places[place.name] = regions.opened[place.name]
+        for key in keys:
+            there[key] = regions.on_its_own(*key, regions.homes[key].numel())
+            undo.callback(lambda key: regions.near.pop(key).close(), key)
+        undo.pop_all()
+    for key in keys:
+        host = regions.left[key]
+        _come(regions, key, there[key])
+        if host is not None:
+            regions.give_back(host, key[1])
+    regions.forget_views()
+    regions.placement = after
+
+
+def _spare(regions: Regions, after: Placement) -> list[Place]:
+    """Places on the device that have grown, and that `after` does not need as large as they are now."""
+    needed = {place.name: place.nbytes for place in places_of(regions.spec, after)}
+    opened = {name: place.numel() for name, place in regions.opened.items()}
+    return [place for place in places_of(regions.spec, regions.placement)
+            if place.name in regions.grown and place.name not in after.log_places
+            and needed.get(place.name, 0) <= opened.get(place.name, 0)]  # fmt: skip
+
+
+def _come(regions: Regions, key: tuple[int, str], there: Tensor) -> None:
+    """Let a region that has left live in `there` again."""
+    unit, region = key
+    there.copy_(regions.homes[key])
+    regions.device_change[region] += regions.near[key].nbytes
+    if regions.left.pop(key) is None:
+        regions.copies[unit] = there
+    else:
+        regions.homes[key] = there
+
+
+def may_return(regions: Regions) -> list[int]:
+    """Units that have left the device and are as they left it: what has been widened since stays where it is."""
+    stay = {unit for (unit, region), host in regions.left.items()
+            if host is not None and regions.homes[unit, region].data_ptr() != host.buffer.data_ptr()}  # fmt: skip
+    return sorted({unit for unit, _ in regions.left} - stay)
+
+
+def _coming(regions: Regions, after: Placement) -> list[tuple[int, str]]:
+    return [key for key in regions.left if not after.streams(key[0])]
 
 
 def _grow(regions: Regions, place: Place, undo: contextlib.ExitStack) -> None:

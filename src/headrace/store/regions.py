@@ -68,6 +68,9 @@ class Regions:
         self.near: dict[tuple[int, str], DeviceArena] = {}
         """Arenas of units that may leave the device, and of the rest, by unit and region: what still looks at the
         rest's parameters when all is closed keeps no slots."""
+        self.left: dict[tuple[int, str], HostArena | None] = {}
+        """Regions of units that have left the device, and the memory that each has on the host for that; None: the
+        device had but a copy."""
         self.grown: dict[str, DeviceArena] = {}
         """Places on the device that may go, as logs do, or that have grown since: each an arena of its own."""
         self.device_change: Counter[str] = Counter()
@@ -101,6 +104,8 @@ class Regions:
         for arena, parts in ((self.device_arena, device_parts), (self.host_arena, host_parts)):
             for keep, nbytes in parts:
                 keep(arena.take(round_up(nbytes))[:nbytes])
+        self.opened = dict(self.places)
+        """The places as they were planned, also where larger ones stand for them now."""
         if self.host_arena.note:
             events.add("pageable", self.host_arena.note, bytes=self.host_arena.nbytes)
 
