@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from headrace.hardware.limits import disk_free, file_system, host_memory, peak_rss, reset_peak_rss
+from headrace.hardware.limits import disk_free, file_system, give_back_heap, host_memory, peak_rss, reset_peak_rss
 
 GIB = 1 << 30
 
@@ -121,3 +121,14 @@ def test_limits_do_not_import_torch() -> None:
     code = "import headrace.hardware.limits, sys; print('torch' in sys.modules, 'numpy' in sys.modules)"
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT)
     assert child.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc")
+def test_free_blocks_between_used_ones_go_back() -> None:
+    """64 MiB in blocks that the heap keeps, every other one freed and the last one not."""
+    blocks = [bytearray(os.urandom(1)) * (100 << 10) for _ in range(640)]
+    before = psutil.Process().memory_info().rss
+    del blocks[:-1:2]
+    give_back_heap()
+    assert before - psutil.Process().memory_info().rss > 16 << 20
+    assert len(blocks) == 320

@@ -133,6 +133,7 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **giv
         front.take_over(optimizer, session)
         optimizer.state.clear()  # the stores have it
         failed.pop_all()
+    limits.give_back_heap()
     return model, optimizer
 
 
