@@ -269,9 +269,8 @@ def mark(model: nn.Module, precision: PrecisionMap, events: EventLog) -> None:
         if id(candidate.parameter) in codecs:
             candidate.parameter.requires_grad_(False)
             setattr(candidate.parameter, CODEC, codecs[id(candidate.parameter)])
-    text = (
-        f"{len(codecs)} of {plural(len(found), 'matrix', 'matrices')} of the blocks are frozen, and encoded when read"
-    )
+    matrices = plural(len(found), "matrix", "matrices")
+    text = f"{len(codecs)} of {matrices} of the blocks are frozen, and encoded when they are read"
     events.add("quantize", text, by=str(precision))
 
 
