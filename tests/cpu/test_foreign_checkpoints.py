@@ -167,3 +167,15 @@ def test_experts_that_are_quantised_one_by_one_are_refused(tmp_path: Path) -> No
     tiny.rewrite(source, tensors, quantization_config=FP8)
     with pytest.raises(ModelError, match=r"experts\..* is made of \d+ tensors that are quantised one by one"):
         load_model(source)
+
+
+def test_matrices_that_were_turned_before_are_refused(tmp_path: Path) -> None:
+    """As bitsandbytes stores those of GPT-2, whose layers hold their weight with the inputs first."""
+    source = tiny.save(tiny.build("gpt2", torch.bfloat16), tmp_path / "model")
+    tensors: dict[str, Tensor] = {}
+    for name, value in tiny.stored(source).items():
+        packed = ".h." in name and value.dim() == 2
+        tensors |= by_bitsandbytes(name, value.t().contiguous(), "nf4") if packed else {name: value}
+    tiny.rewrite(source, tensors, quantization_config=NF4)
+    with pytest.raises(ModelError, match=r"c_attn.weight was turned before it was quantised.*bfloat16"):
+        load_model(source)

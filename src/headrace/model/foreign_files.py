@@ -153,8 +153,12 @@ class Foreign:
         if not self._found:
             raise FormatError("the files hold no weight that is packed as the configuration says",
                               f"{plural(len(reader.entries), 'tensor')}", "Download the model again")  # fmt: skip
-        shapes = {key: tuple(entry.shape) for key, entry in reader.entries.items() if key not in beside}
-        return shapes | {key: parts.shape for key, parts in self._found.items()}
+        for key, parts in self._found.items():
+            if key in wanted and parts.shape != wanted[key] and parts.shape == wanted[key][::-1]:
+                shapes = f"the files hold {list(parts.shape)}, the model has {list(wanted[key])}"
+                raise ModelError(f"{key} was turned before it was quantised", shapes, REMEDY)
+        plain = {key: tuple(entry.shape) for key, entry in reader.entries.items() if key not in beside}
+        return plain | {key: parts.shape for key, parts in self._found.items()}
 
     def take(self, plan: ConversionPlan) -> set[str]:
         for name, recipe in list(plan.recipes.items()):
