@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from typing import Any
 
 import pytest
@@ -90,20 +91,31 @@ def test_what_a_window_does_with_its_losses() -> None:
     assert_equal(found[1], found[0])
 
 
-def test_evaluations_and_caches() -> None:
-    """Without gradients; a cache that the failed call had filled is as it was before."""
+@pytest.mark.parametrize("before", [0, 5])
+def test_evaluations_and_caches(before: int) -> None:
+    """Without gradients; an empty cache that the failed call had filled is empty again. What a cache held before is let
+    go block by block, and such a call cannot be had again."""
+    cache_utils = pytest.importorskip("transformers.cache_utils")
     model = llama(3)
-    ids, found = batch(2, 9, vocabulary=257), []
+    ids, found, results = batch(2, 9, vocabulary=257), list[list[Any]](), list[Tensor]()
     name = "past_key_values" if "past_key_values" in inspect.signature(model.forward).parameters else "cache"
     for short in (False, True):
         with streamed(model, adamw, placement="auto") as (ours, _), torch.no_grad():
-            first = ours(input_ids=ids[:, :5], use_cache=True)
+            cache = cache_utils.DynamicCache(config=ours.config)
+            if before:
+                ours(input_ids=ids[:, :before], use_cache=True, **{name: cache})
+            held = [weakref.ref(layer.keys) for layer in cache.layers if before]
+            ours.model.norm.register_forward_hook(lambda *given, held=held: found.append([each() for each in held]))
             outside = Outside(ours.model.norm, headrace.session(ours)) if short else None
-            second = ours(input_ids=ids[:, 5:], use_cache=True, **{name: first.past_key_values})
-            assert second.past_key_values.get_seq_length() == 9
-            assert outside is None or (outside.failures and told(headrace.session(ours)))
-            found.append(second.logits[:].clone())
-    assert torch.equal(found[0], found[1])
+            if short and before:
+                with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+                    ours(input_ids=ids[:, before:], use_cache=True, **{name: cache})
+                continue
+            logits = ours(input_ids=ids[:, before:], use_cache=True, **{name: cache}).logits[:].clone()
+            assert cache.get_seq_length() == 9 and (outside is None or told(headrace.session(ours)))
+            results.append(logits)
+    assert found and not any(each is not None for held in found for each in held)
+    assert before or torch.equal(results[0], results[1])
 
 
 def test_what_cannot_be_had_again() -> None:

@@ -77,6 +77,11 @@ class CacheMarks:
                 holds = (Tensor, dict, list, tuple) if cache is None else (Tensor, dict, list, tuple, cache)
                 waiting += [value for value in vars(part).values() if isinstance(value, holds)]
 
+    @property
+    def filled(self) -> bool:
+        """They hold tensors, which live as long as these marks."""
+        return bool(self._versions)
+
     def restore(self) -> bool:
         """Let them hold it again. False where that cannot be, because tensors were written in place."""
         if any(version is None or _version(tensor) != version for tensor, version in self._versions):

@@ -1,7 +1,8 @@
 """What ran out of device memory runs again, with less on the device: a forward of the model, or a training loop's step.
 
 A forward between whose blocks memory ran out has changed nothing but random states and caches, which are given back. A
-window of micro-batches is made of forwards alone, and begins anew as a whole. Only a training loop of Headrace, or of
+cache that holds something is not: its tensors would have to stay in each call until all blocks have made larger ones.
+A window of micro-batches is made of forwards alone, and begins anew as a whole. Only a training loop of Headrace, or of
 transformers, can also repeat the backward. Fewer rows at a time are tried last, by the step: they take less memory in
 blocks, and none outside.
 """
@@ -27,7 +28,10 @@ class Begun:
 
     def __init__(self, session: Session, given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})) -> None:
         self._session, self._random = session, RandomState.now(session.device)
-        self._buffers, self._caches, self._backward = _buffers(session), CacheMarks(given), session._stream.task
+        self._buffers, self._backward = _buffers(session), session._stream.task
+        caches = CacheMarks(given)
+        self._caches = None if caches.filled else caches
+        """None: they hold something already."""
 
     def taken_back(self) -> bool:
         """Nothing of it is left; False where the model keeps something, which it would keep twice."""
@@ -36,7 +40,9 @@ class Begun:
         call = stream.roots.current()
         if call is not None:
             call.whole.clear()
-        if _changed(self._session, self._buffers) or stream.task != self._backward or not self._caches.restore():
+        if _changed(self._session, self._buffers) or stream.task != self._backward:
+            return False
+        if self._caches is None or not self._caches.restore():
             return False
         self._random.restore(self._session.device)
         return True
