@@ -137,6 +137,21 @@ def test_what_cannot_be_had_again() -> None:
             optimizer.step()
 
 
+@pytest.mark.parametrize("window", [False, True])
+def test_an_argument_that_was_written_would_be_written_twice(window: bool) -> None:
+    ids = batch(2, 9, vocabulary=257)
+    with streamed(llama(2), adamw, placement="auto") as (ours, _):
+        session, given = headrace.session(ours), torch.randn(2, 9, ours.config.hidden_size)
+        ours.model.register_forward_pre_hook(
+            lambda module, args, kwargs: (kwargs["inputs_embeds"].mul_(2), None)[1], with_kwargs=True
+        )
+        expected, outside = 2 * given, Outside(ours.model.norm, session)
+        loss_of = lambda each: ours(inputs_embeds=given, labels=each).loss
+        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+            headrace.accumulate(loss_of, [ids, ids]) if window else loss_of(ids)
+        assert torch.equal(given, expected * (1 + window)) and outside.failures == 1 and not told(session)
+
+
 def test_the_forward_keeps_its_signature_and_comes_back() -> None:
     """Trainers ask which arguments it takes."""
     plain = llama(2)

@@ -63,7 +63,7 @@ class CacheMarks:
                 continue
             seen.add(id(part))
             if isinstance(part, Tensor):
-                self._versions.append((part, _version(part)))
+                self._versions.append((part, version_of(part)))
             elif isinstance(part, dict):
                 self._spaces.append((part, dict(part)))
                 waiting += part.values()
@@ -84,7 +84,7 @@ class CacheMarks:
 
     def restore(self) -> bool:
         """Let them hold it again. False where that cannot be, because tensors were written in place."""
-        if any(version is None or _version(tensor) != version for tensor, version in self._versions):
+        if any(version is None or version_of(tensor) != version for tensor, version in self._versions):
             return False
         for space, values in self._spaces:
             space.clear()
@@ -94,6 +94,6 @@ class CacheMarks:
         return True
 
 
-def _version(tensor: Tensor) -> int | None:
+def version_of(tensor: Tensor) -> int | None:
     """How often it was written; None where torch does not count."""
     return None if tensor.is_inference() else tensor._version

@@ -10,6 +10,7 @@ blocks, and none outside.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,9 @@ from torch import Tensor
 
 from headrace.executor.taken import TakenBlock
 from headrace.executor.window import attempts, in_window
-from headrace.model.caches import CacheMarks
+from headrace.model.caches import CacheMarks, version_of
+from headrace.model.containers import leaves
+from headrace.model.parked import is_parked
 from headrace.model.surroundings import RandomState
 from headrace.session.session import Session
 
@@ -29,18 +32,22 @@ class Begun:
     def __init__(self, session: Session, given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})) -> None:
         self._session, self._random = session, RandomState.now(session.device)
         self._buffers, self._backward = _buffers(session), session._stream.task
+        tensors = [leaf for leaf in leaves(given) if isinstance(leaf, Tensor) and not is_parked(leaf)]
+        self._given = [(weakref.ref(tensor), version_of(tensor)) for tensor in tensors]
         caches = CacheMarks(given)
         self._caches = None if caches.filled else caches
         """None: they hold something already."""
 
     def taken_back(self) -> bool:
-        """Nothing of it is left; False where the model keeps something, which it would keep twice."""
+        """Nothing of it is left; False where the model keeps something, or has written into its arguments: it would do
+        so twice."""
         stream = self._session._stream
         stream.abandon()
         call = stream.roots.current()
         if call is not None:
             call.whole.clear()
-        if _changed(self._session, self._buffers) or stream.task != self._backward:
+        written = any((tensor := of()) is not None and version_of(tensor) != before for of, before in self._given)
+        if written or _changed(self._session, self._buffers) or stream.task != self._backward:
             return False
         if self._caches is None or not self._caches.restore():
             return False
@@ -115,8 +122,8 @@ def _told(session: Session, reason: str) -> torch.OutOfMemoryError:
 
 
 def _buffers(session: Session) -> list[tuple[Tensor, int | None]]:
-    """The model's buffers, and how often they had been written; None where torch does not count."""
-    return [(each, None if each.is_inference() else each._version) for each in session.model.buffers()]
+    """The model's buffers, and how often they had been written."""
+    return [(each, version_of(each)) for each in session.model.buffers()]
 
 
 def _changed(session: Session, before: list[tuple[Tensor, int | None]]) -> bool:
