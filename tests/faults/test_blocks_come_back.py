@@ -142,3 +142,18 @@ def test_room_is_that_beside_the_batches_since(measured: None) -> None:
                 assert not any(each.kind in ("rows", "out of memory") for each in session.events)
     assert found[0][0] == found[1][0]
     assert_same(found[1][1], found[0][1])
+
+
+def test_room_is_that_beside_what_steps_have_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also beside what a loop's own code takes, which no trial of a block bounds: where that does not fit, nobody may
+    be able to run it again."""
+    with streamed(llama(4), adamw, placement="auto") as (ours, optimizer):
+        trial = headrace.session(ours)._trial
+        Short(ours, monkeypatch, 50_000, 150_000, "forward")
+        trial.budget = most = trial.regions.device_bytes + 150_000
+        there = list[int]()
+        for rows, peak in [(2, 0), (6, 0), *[(2, most)] * 4, *[(2, 0)] * 5]:
+            trial.compare(peak)
+            steps(ours, optimizer, [rows])
+            there.append(near(ours))
+        assert there[0] > there[1] and there[1:10] == there[1:2] * 9 and there[10] > there[9]

@@ -51,3 +51,8 @@ def refusal(sizes: Sizes, rows: int, helps: str) -> PlanError:
         f"states of the batch {format_bytes(sizes.beside)}",
         helps,
     )
+
+
+def shortened(reason: str) -> str:
+    """What torch says of memory that it has not got, without the advice that follows."""
+    return " ".join(reason.split()[:40])

@@ -20,10 +20,10 @@ from headrace.base.errors import PlanError
 from headrace.base.events import EventLog
 from headrace.base.units import format_bytes, plural
 from headrace.executor.moving import Moving
-from headrace.executor.refusal import Sizes, advice, refusal
+from headrace.executor.refusal import Sizes, advice, refusal, shortened
 from headrace.executor.sink import Sink
 from headrace.executor.stream import Stream
-from headrace.executor.working_memory import UNSPLIT, allocated, beside, cached, loss_bytes, measures, peak
+from headrace.executor.working_memory import UNSPLIT, allocated, beside, cached, forget_peak, loss_bytes, measures, peak
 from headrace.model.kept import largest_graph, recompute
 from headrace.model.surroundings import RandomState
 from headrace.model.visit import BlockVisit
@@ -76,7 +76,9 @@ class Trial:
     _part: int = 0
     """Those of the rows that pass at a time."""
     _recent: tuple[int, int] = (0, 0)
-    """The same two for the largest batch since blocks last moved, or could have come back."""
+    """The same two for the largest batch since blocks could last have come back."""
+    _measured: int = 0
+    """The device's peak since then: also what is outside the bound, as a loop's own code is."""
     _kept: weakref.WeakSet[BlockVisit] = field(default_factory=weakref.WeakSet)
     """Visits whose graphs may be alive."""
     _stepped: bool = False
@@ -185,7 +187,7 @@ class Trial:
         """Given the bytes that have been freed: they return to the driver."""
         if freed and self.regions.device.type == "cuda":
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self.regions.device)  # what was there before is no measure any more
+            forget_peak(self.regions.device)  # what was there before is no measure any more
         return freed
 
     def _expected(self, hidden: int, part: int, least: float = 1.0) -> int:
@@ -203,9 +205,10 @@ class Trial:
         if moving is None or not moving.step():
             return
         room = self._opened - before
-        if self.bound is not None and self.budget is not None:
-            room = min(room, self.budget - self._expected(*self._recent, least=0.0))
-        self._recent = 0, 0
+        if self.budget is not None:
+            room = min(room, self.budget - max(self._measured, self._expected(*self._recent, least=0.0)))
+        self._recent, self._measured = (0, 0), 0
+        forget_peak(self.regions.device)
         if room > 0 and moving.come_back(room):
             self.bound = None
 
@@ -281,10 +284,10 @@ class Trial:
     def _moved(self, reason: str, stay: int | None = None, graphs: bool = True) -> bool:
         """The logs there, or else (`graphs`) what is kept of activations, or else a part of the blocks that may, have
         left the device: it ran out of memory, nobody knows how much is lacking, and there may be another time."""
-        freed = self._drop_logs(None, {"said": _said(reason)})
+        freed = self._drop_logs(None, {"said": shortened(reason)})
         if not freed and graphs and self._forgotten(reason):
             return True
-        freed = freed or self._move(int(SHARE * self._most(stay)), "it ran out of memory", stay, said=_said(reason))
+        freed = freed or self._move(int(SHARE * self._most(stay)), "it ran out of memory", stay, said=shortened(reason))
         if freed:
             self.bound = None
         return bool(freed)
@@ -300,7 +303,7 @@ class Trial:
             recompute(visit)
         self._kept.clear()
         self.events.add("out of memory", "activations are recomputed, not kept: the device ran out of memory",
-                        kept=before.activations.count(KEEP), said=_said(reason))  # fmt: skip
+                        kept=before.activations.count(KEEP), said=shortened(reason))  # fmt: skip
         torch.cuda.empty_cache()
         return True
 
@@ -312,7 +315,7 @@ class Trial:
     def _told(self, before: int, after: int, reason: str) -> None:
         rows = plural(after, "row passes", "rows pass")
         text = f"{rows} a block at a time, not {before}: the device ran out of memory"
-        self.events.add("out of memory", text, said=_said(reason))
+        self.events.add("out of memory", text, said=shortened(reason))
 
     def _lower(self, visit: BlockVisit, rows: int) -> bool:
         """Let fewer rows pass at a time; False where the block cannot be divided, or has changed what it keeps."""
@@ -371,6 +374,7 @@ class Trial:
 
     def compare(self, measured: int) -> None:
         """After a whole step: what was promised against what was measured."""
+        self._measured = max(self._measured, measured)
         if self.bound is None:
             return
         kind = "memory" if measured <= self.bound else "memory exceeded"
@@ -389,10 +393,6 @@ class Trial:
             self.events.add("memory", "what the first step has left in torch's cache returned to the device",
                             before=format_bytes(before), now=format_bytes(cached(device)),
                             bound=format_bytes(bound))  # fmt: skip
-
-
-def _said(reason: str) -> str:
-    return " ".join(reason.split()[:40])
 
 
 def _rows(visit: BlockVisit) -> int:

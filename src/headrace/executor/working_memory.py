@@ -50,8 +50,14 @@ def cached(device: torch.device) -> int:
     return torch.cuda.memory_reserved(device)
 
 
+def forget_peak(device: torch.device) -> None:
+    """torch's measure of the device's peak begins anew."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def peak(device: torch.device, run: Callable[[], object]) -> int:
     """Most bytes of device memory that are allocated while `run` runs."""
-    torch.cuda.reset_peak_memory_stats(device)
+    forget_peak(device)
     run()
     return torch.cuda.max_memory_allocated(device)
