@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import headrace
 from against_plain import adamw, llama, streamed
@@ -102,6 +103,20 @@ def test_what_fits_without_them_is_not_refused(measured: None) -> None:
         with pytest.raises(headrace.PlanError, match="on the device, not"):
             steps(ours, optimizer, [2])
         assert session.placement.device_logs == 0
+
+
+def test_their_memory_is_free(guesses: dict[str, int]) -> None:
+    """Nobody holds a view of it; nor of slots and homes once the session is closed."""
+    with streamed(llama(4), adamw, placement=HOST, accumulation=1, max_grad_norm=1e9) as (ours, optimizer):
+        session = headrace.session(ours)
+        steps(ours, optimizer, [2] * 4)
+        regions = session._stream.regions
+        logs = [StorageWeakRef(regions.places[f"v{number}"].untyped_storage()) for number in range(3)]
+        arenas = [StorageWeakRef(each.buffer.untyped_storage()) for each in (regions.device_arena, regions.host_arena)]
+        assert guesses["made"] and session._trial.moving.drop_logs(None)
+        assert [log.expired() for log in logs] == [True] * 3
+        session.close()
+        assert [each.expired() for each in arenas] == [True] * 2
 
 
 @pytest.mark.parametrize("when", ["forward", "backward", "elsewhere"])

@@ -104,8 +104,9 @@ class Regions:
         for arena, parts in ((self.device_arena, device_parts), (self.host_arena, host_parts)):
             for keep, nbytes in parts:
                 keep(arena.take(round_up(nbytes))[:nbytes])
-        self.opened = dict(self.places)
-        """The places as they were planned, also where larger ones stand for them now."""
+        self.opened = {place.name: self.places[place.name] for place in places_of(spec, placement)
+                       if place.tier == DEVICE and place.name not in self.grown}  # fmt: skip
+        """Places in the device's arena as they were planned, also where larger ones stand for them now."""
         if self.host_arena.note:
             events.add("pageable", self.host_arena.note, bytes=self.host_arena.nbytes)
 
@@ -360,6 +361,7 @@ class Regions:
         self.homes.clear()
         self.copies.clear()
         self.places.clear()
+        self.opened.clear()
         self._computing.clear()
         for _, arena in self.arenas():
             arena.close()
