@@ -12,6 +12,7 @@ from torch import Tensor
 
 import headrace
 from against_plain import adamw, assert_equal, batch, gpt2, hf_loss, llama, streamed, weights
+from headrace.session.surviving import surviving
 from tiny_runs import assert_same, everything
 
 
@@ -137,8 +138,8 @@ def test_what_cannot_be_had_again() -> None:
             optimizer.step()
 
 
-@pytest.mark.parametrize("window", [False, True])
-def test_an_argument_that_was_written_would_be_written_twice(window: bool) -> None:
+@pytest.mark.parametrize("way", ["call", "window", "step"])
+def test_an_argument_that_was_written_would_be_written_twice(way: str) -> None:
     ids = batch(2, 9, vocabulary=257)
     with streamed(llama(2), adamw, placement="auto") as (ours, _):
         session, given = headrace.session(ours), torch.randn(2, 9, ours.config.hidden_size)
@@ -147,9 +148,11 @@ def test_an_argument_that_was_written_would_be_written_twice(window: bool) -> No
         )
         expected, outside = 2 * given, Outside(ours.model.norm, session)
         loss_of = lambda each: ours(inputs_embeds=given, labels=each).loss
+        ways = {"call": lambda: loss_of(ids), "window": lambda: headrace.accumulate(loss_of, [ids, ids]),
+                "step": lambda: surviving(session, ways["call"])}  # fmt: skip
         with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
-            headrace.accumulate(loss_of, [ids, ids]) if window else loss_of(ids)
-        assert torch.equal(given, expected * (1 + window)) and outside.failures == 1 and not told(session)
+            ways[way]()
+        assert torch.equal(given, expected * (1 + (way == "window"))) and outside.failures == 1 and not told(session)
 
 
 def test_the_forward_keeps_its_signature_and_comes_back() -> None:

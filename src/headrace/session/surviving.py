@@ -9,6 +9,7 @@ blocks, and none outside.
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import weakref
 from collections.abc import Callable
@@ -46,17 +47,25 @@ class Begun:
         call = stream.roots.current()
         if call is not None:
             call.whole.clear()
-        written = any((tensor := of()) is not None and version_of(tensor) != before for of, before in self._given)
-        if written or _changed(self._session, self._buffers) or stream.task != self._backward:
+        if self.written or _changed(self._session, self._buffers) or stream.task != self._backward:
             return False
         if self._caches is None or not self._caches.restore():
             return False
         self._random.restore(self._session.device)
         return True
 
+    @property
+    def written(self) -> bool:
+        """Its arguments are not as they were."""
+        return any((tensor := of()) is not None and version_of(tensor) != before for of, before in self._given)
+
     def frees(self, reason: str) -> bool:
         """The device has more room now. No number changes by that."""
         return self._session._trial.recovers(reason)
+
+
+_STEP: contextvars.ContextVar[list[Begun] | None] = contextvars.ContextVar("headrace_step", default=None)
+"""The forwards that began in the step under way."""
 
 
 def repeat_forwards(session: Session, undo: list[Callable[[], None]]) -> None:
@@ -69,6 +78,8 @@ def repeat_forwards(session: Session, undo: list[Callable[[], None]]) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         begun = Begun(session, (args, kwargs))
         attempts(begun)
+        if (step := _STEP.get()) is not None:
+            step.append(begun)
         if in_window() or torch._C._current_graph_task_id() != -1:
             return original(*args, **kwargs)
         while True:
@@ -95,19 +106,23 @@ def surviving(session: Session, step: Callable[[], Tensor]) -> Tensor:
     random state.
 
     Raises torch.OutOfMemoryError where that cannot be: a row is alone already, the option `rows` has said how many,
-    updates were made inside the backward already, the model has changed its buffers, or an earlier backward has left
-    gradients that would be lost. Raises what updates of earlier steps have met.
+    updates were made inside the backward already, the model has changed its buffers or arguments, or an earlier
+    backward has left gradients that would be lost. Raises what updates of earlier steps have met.
     """
     stream, trial = session._stream, session._trial
     random, buffers, earlier = RandomState.now(session.device), _buffers(session), bool(stream.held)
     while True:
         trial.largest = 0
+        token = _STEP.set(begun := list[Begun]())
         try:
             return step()
         except torch.OutOfMemoryError as error:
             reason = str(error)  # the error itself would hold what its frames hold
+        finally:
+            _STEP.reset(token)
         stream.abandon()  # updates that were only queued are none
-        final = earlier or stream.updated or session.broken or _changed(session, buffers)
+        kept = _changed(session, buffers) or any(each.written for each in begun)
+        final = earlier or stream.updated or session.broken or kept
         if final or not trial.halve(stream, reason):
             raise _told(session, reason)
         session.wait()  # guesses are taken back
