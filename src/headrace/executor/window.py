@@ -38,6 +38,8 @@ class Begun(Protocol):
 
     def frees(self, reason: str) -> bool: ...
 
+    def told(self, reason: str) -> torch.OutOfMemoryError: ...
+
 
 class _Released(BaseException):
     """Another micro-batch failed: this one ends where it stands."""
@@ -76,7 +78,7 @@ def _losses(fn: Callable[[Any], Tensor], batches: Sequence[Any]) -> list[Tensor]
             _INSIDE.reset(token)
         unchanged = all(each.taken_back() for each in begun)
         if not unchanged or not any(each.frees(reason) for each in begun):
-            raise torch.OutOfMemoryError(reason)
+            raise begun[-1].told(reason) if begun else torch.OutOfMemoryError(reason)
         random.restore(device)
 
 

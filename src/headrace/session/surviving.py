@@ -63,6 +63,10 @@ class Begun:
         """The device has more room now. No number changes by that."""
         return self._session._trial.recovers(reason)
 
+    def told(self, reason: str) -> torch.OutOfMemoryError:
+        """The error where it does not help, with what the user can do."""
+        return _told(self._session, reason)
+
 
 _STEP: contextvars.ContextVar[list[Begun] | None] = contextvars.ContextVar("headrace_step", default=None)
 """The forwards that began in the step under way."""
@@ -88,7 +92,7 @@ def repeat_forwards(session: Session, undo: list[Callable[[], None]]) -> None:
             except torch.OutOfMemoryError as error:
                 reason = str(error)  # the error itself would hold what its frames hold
             if not begun.taken_back() or not begun.frees(reason):
-                raise _told(session, reason)
+                raise begun.told(reason)
 
     def remove() -> None:
         if own is None:
