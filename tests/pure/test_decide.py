@@ -184,7 +184,8 @@ def test_a_plan_prints_its_numbers() -> None:
     assert numbers["batch"] == "8x1024 tokens" and numbers["limiting_lane"] == found.limiting
     assert numbers["seconds"] == pytest.approx(found.seconds, rel=5e-3)
     assert found.why in str(found) and f"seconds {numbers['seconds']}" in str(found)
-    assert decided(made(), Budgets(None, 1 << 30, None, True)).numbers()["batch"] == "1x64 tokens, assumed"
+    assumed = decided(made(), Budgets(None, 1 << 30, None, True)).numbers()
+    assert assumed["batch"] == "1x64 tokens, assumed" and assumed["device"] == "as the batch needs"
     with pytest.raises(OptionError, match="activations is unknown"):
         known(Budgets(8 * GIB, 100 * GIB, None, False), activations={"*": "disk"})
 

@@ -67,8 +67,9 @@ def prepare(
         if progress is not None:
             progress(counts)
     if counts.broken and shape.broken_rows == "refuse":
+        verb = "is" if counts.broken == 1 else "are"
         raise DataError(
-            f"{counts.broken} of {counts.rows} rows are broken", _listed(counts.named, counts.broken),
+            f"{counts.broken} of {plural(counts.rows, 'row')} {verb} broken", _listed(counts.named, counts.broken),
             "Repair them, or set broken_rows=skip to train without them",
         )  # fmt: skip
     rows.close()

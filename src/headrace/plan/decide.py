@@ -93,8 +93,8 @@ class Plan:
         return {
             "batch": batch + ("" if self.known else ", assumed"), "seconds": float(f"{self.seconds:.3g}"),
             "tokens_per_second": float(f"{work.tokens / self.seconds:.3g}"), "limiting_lane": self.limiting,
-            "device": format_bytes(self.device_bytes), "host": format_bytes(self.host_bytes),
-            "disk": format_bytes(self.disk_bytes), "simulated": self.tried,
+            "device": format_bytes(self.device_bytes) if self.known else "as the batch needs",
+            "host": format_bytes(self.host_bytes), "disk": format_bytes(self.disk_bytes), "simulated": self.tried,
         }  # fmt: skip
 
     def __str__(self) -> str:

@@ -84,7 +84,8 @@ class Watchdog:
             self._events.add("slow", f"{text}the lane {lane} was busy {more[lane]:.3g} s longer", lane=lane, **numbers)
             return
         why = (
-            "no lane explains it, so the loop around the steps does (data, evaluation, saving), or the device's clocks"
+            "no lane explains it, so its batch does, or the loop around the steps (data, evaluation, saving), or the "
+            "device's clocks"
         )
         self._events.once("slow step", "slow", text + why, **numbers)
 
