@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -201,7 +202,8 @@ def test_several_inputs_and_a_frozen_weight(graphs: Graphs, device: str) -> None
 
 
 @pytest.mark.skipif(not shutil.which("g++") and not torch.cuda.is_available(), reason="no compiler")
-def test_with_the_real_compiler(device: str) -> None:
+def test_with_the_real_compiler(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # others may be writing what this one would read
     torch.compiler.reset()
     plain = llama(4).to(device)
     with streamed(plain, compile=True, device=device, max_grad_norm=0.5) as (ours, _):
