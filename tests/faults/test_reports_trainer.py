@@ -15,13 +15,13 @@ from torch import Tensor
 
 import headrace
 from against_plain import assert_equal, batch, hf_loss, llama, sgd, weights
+from alone import growth
 from cpu.test_data_messages import CHATML, MARKED, chat_tokenizer, turns
 from cpu.test_data_samples import write_jsonl
 from faults.test_reports_families import MOE, build
 from faults.test_reports_vision import example, llava
 from headrace.data.encode import Encoder
 from headrace.data.prepare import Shape, prepare
-from headrace.hardware.limits import peak_rss, reset_peak_rss
 from headrace.integrations.transformers import HeadraceTrainer
 from trainer_runs import assert_same_run, both, collate, gpt2, logged, rows, trainer
 
@@ -201,22 +201,19 @@ class _StopAfterOne(transformers.TrainerCallback):
 
 
 def test_evaluation_of_a_large_vocabulary(tmp_path: Path) -> None:
-    """Report 88: 64 rows of 256 tokens and 50k words are 3.3 GB of logits in fp32. The peak grows by a tenth of them,
-    and the loss is that of the plain model."""
+    """Report 88: 64 rows of 256 tokens and 50k words are 3.3 GB of logits in fp32. The peak grows by less than a fifth
+    of them, and the loss is that of the plain model."""
     model = llama(2, vocab_size=50_000, hidden_size=32, intermediate_size=40, tie_word_embeddings=True,
                   max_position_embeddings=256)  # fmt: skip
     data = [{"input_ids": ids, "labels": ids.clone()} for ids in batch(64, 256, 0, 50_000)]
     parts = {"eval_dataset": data, "train_dataset": data[:1]}
     made = trainer(HeadraceTrainer, model, tmp_path, parts=parts, per_device_eval_batch_size=16)
     made.session
-    if not reset_peak_rss():
-        pytest.skip("this kernel does not reset the peak")
-    before = peak_rss()
-    found = made.evaluate()["eval_loss"]
-    assert peak_rss() - before < 330e6
+    found: list[float] = []
+    assert growth(lambda: found.append(made.evaluate()["eval_loss"])) < 660e6
     with torch.no_grad():
         losses = [float(hf_loss(model, row["input_ids"][None])) for row in data[:64:16]]
-    assert found == pytest.approx(sum(losses) / len(losses), rel=2e-2)
+    assert found[0] == pytest.approx(sum(losses) / len(losses), rel=2e-2)
 
 
 SCRIPT = """
