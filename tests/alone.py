@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, TypeVar
 
+import psutil
 import pytest
 
 from headrace.hardware.limits import peak_rss, reset_peak_rss
@@ -24,13 +25,15 @@ def alone(function: Callable[..., T], *given: Any) -> T:
 
 
 def growth(work: Callable[[], object]) -> int:
-    """Bytes by which resident memory exceeds, at its peak during `work`, what it was before."""
+    """Bytes by which resident memory exceeds, at its peak during `work`, what it was before. Pages of files do not
+    count: those are libraries', which the kernel takes back while they rest."""
     gc.collect()
     if not reset_peak_rss():
         pytest.skip("this kernel does not reset the peak")
-    before = peak_rss()
+    process = psutil.Process()
+    before, files = peak_rss(), process.memory_info().shared
     work()
-    return peak_rss() - before
+    return peak_rss() - before - max(0, process.memory_info().shared - files)
 
 
 def _count_what_is_used() -> None:

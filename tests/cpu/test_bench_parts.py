@@ -64,7 +64,7 @@ def test_flops_are_those_that_torch_counts(family: str) -> None:
         model(input_ids=ids)
     attention = arithmetic.attention
     assert attention is not None and not arithmetic.unknown
-    attended = attention.forward_flops(3, 16)
+    attended = arithmetic.blocks * attention.forward_flops(3, 16)
     linear = 2 * arithmetic.weights(True) * ids.numel()
     rotary = counter.get_total_flops() - linear - 2 * attended
     assert 0 <= rotary <= 0.01 * linear  # angles of positions, where there are any

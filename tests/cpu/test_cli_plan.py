@@ -7,18 +7,21 @@ import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from functools import lru_cache
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from rich.console import Console
 from typer.testing import CliRunner
 
 from headrace.base.events import EventLog
 from headrace.cli.config_file import read_config
 from headrace.cli.main import app
 from headrace.cli.planning import machine as machine_room
+from headrace.cli.planning import run as run_room
 from headrace.cli.planning.model import subject_named
 from headrace.cli.planning.picture import WIDTH, picture
 from headrace.model.blocks import find_blocks
@@ -64,6 +67,13 @@ def test_every_way_is_told_with_the_same_keys() -> None:
     assert 0.3 * 8.03e9 * 10 < written < 8.03e9 * 10, "some of the state is in RAM"
     assert found["full-8bit"]["flags"] == found["low-rank"]["flags"] == [], "what is planned only is not run"
     assert "--disk-dir" in full["flags"] and found["lora"]["disk_write_bytes_per_day"] == 0
+
+
+def test_a_terminal_shows_what_takes_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = StringIO()
+    monkeypatch.setattr(run_room, "Console", lambda stderr: Console(file=shown, force_terminal=True))
+    run("plan", "1b", *DESKTOP, "--why")
+    assert "simulating 6 ways to train 1b" in shown.getvalue() and "simulating upgrades" in shown.getvalue()
 
 
 def test_what_does_not_fit_is_told_by_how_much() -> None:

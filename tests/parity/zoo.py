@@ -71,7 +71,7 @@ MAY_BE_NONE = "num_key_value_heads head_dim num_experts_per_tok n_routed_experts
 LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 SHARED_KEYS = {
-    "num_hidden_layers": 6, "layer_types": [SLIDING, FULL] * 3, "num_kv_shared_layers": 2, "global_head_dim": 16,
+    "num_hidden_layers": 6, "layer_types": [SLIDING, FULL] * 3, "num_kv_shared_layers": 2,
 }  # fmt: skip
 TWEAKS: dict[str, dict[str, Any]] = {
     "Bamba": {"attn_layer_indices": [1]},
@@ -86,8 +86,8 @@ TWEAKS: dict[str, dict[str, Any]] = {
     "Gemma3n": {
         **SHARED_KEYS, "intermediate_size": [96] * 6, "activation_sparsity_pattern": [0.5, *[0.0] * 5],
     },
-    "Gemma4": SHARED_KEYS,
-    "Gemma4Unified": SHARED_KEYS,
+    "Gemma4": {**SHARED_KEYS, "global_head_dim": 32},
+    "Gemma4Unified": {**SHARED_KEYS, "global_head_dim": 32},
     "GraniteMoeHybrid": {"layer_types": ["mamba", "attention"] * 2},
     "Jamba": {
         "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,

@@ -21,6 +21,7 @@ from headrace.base.errors import ModelError
 from headrace.base.units import plural
 from headrace.files.atomic import write_file
 from headrace.files.safetensors import ShardWriter, TensorSpec
+from headrace.model.configured import text_config
 from headrace.model.conversion import revert, saved_groups
 from headrace.model.widened import own_config, own_dtype
 
@@ -124,7 +125,7 @@ def _config_files(model: Any, tied: bool | None) -> dict[str, bytes]:
     config = own_config(model)
     config.architectures = [type(model).__name__]
     if tied is not None:
-        for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        for part in {id(part): part for part in (config, text_config(config))}.values():
             if getattr(part, "tie_word_embeddings", False) != tied:
                 part.tie_word_embeddings = tied
     with tempfile.TemporaryDirectory() as place:

@@ -29,6 +29,7 @@ from headrace.data.isolation import packed_call, refuse_unless_apart, refuse_wit
 from headrace.data.prepare import Shape, prepare
 from headrace.data.sampler import Sampler
 from headrace.data.table import TokenTable
+from headrace.model.configured import text_config
 from headrace.model.stored_products import refuse_lacking
 from headrace.model.widened import own_dtype
 from headrace.report.record import TRACES
@@ -198,7 +199,7 @@ def _load_tokenizer(config: RunConfig) -> Any:
 
 def _with_length(config: RunConfig, model: Any, say: Callable[[str], None]) -> RunConfig:
     """The configuration with a sequence_length that the model has positions for."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or DEFAULT_LENGTH
+    limit = getattr(text_config(model.config), "max_position_embeddings", None) or DEFAULT_LENGTH
     if config.sequence_length is None:
         length = min(DEFAULT_LENGTH, limit)
         say(f"sequence_length: {length}  (not given; the model has {limit} positions)")

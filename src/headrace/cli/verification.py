@@ -22,6 +22,7 @@ from headrace.cli.verify import Request
 from headrace.hardware import limits
 from headrace.model.blocks import find_blocks
 from headrace.model.build import find_folder, read_config
+from headrace.model.configured import text_config
 from headrace.model.quantised import codec_of
 from headrace.session.verify import Run, Verdict, resident_bytes, verify
 from headrace.spec.placement import TIERS as ON_TIERS
@@ -148,7 +149,7 @@ def _layers(request: Request, config_only: bool) -> dict[str, Any]:
     if request.layers is None:
         return {}
     config, _ = read_config(find_folder(request.model, config_only, code=False), False, {})
-    text = config.get_text_config()
+    text = text_config(config)
     if request.layers > text.num_hidden_layers:
         raise ConfigError([f"--layers = {request.layers}, and the model has {text.num_hidden_layers}"])
     if text is config or hasattr(config, "num_hidden_layers"):
@@ -183,7 +184,7 @@ def _batches(request: Request, model: Any) -> list[dict[str, Tensor]]:
     if model.main_input_name != "input_ids":
         raise ModelError(f"{type(model).__name__} takes no token ids", f"its main input is {model.main_input_name}",
                          "Call headrace.session.verify.verify with batches of your own")  # fmt: skip
-    text = model.config.get_text_config()
+    text = text_config(model.config)
     longest = getattr(text, "max_position_embeddings", None) or request.sequence_length
     if request.sequence_length > longest:
         problem = f"--sequence-length = {request.sequence_length} is more than the model's {longest} positions"
@@ -202,7 +203,7 @@ def _ordinary_ids(model: Any) -> Tensor:
     """Ids of the embedding without those that stand for something else (an image, padding)."""
     special = {
         value
-        for config in (model.config, model.config.get_text_config())
+        for config in (model.config, text_config(model.config))
         for name, value in config.to_dict().items()
         if name.endswith(("token_id", "token_index")) and isinstance(value, int)
     }

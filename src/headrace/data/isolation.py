@@ -18,6 +18,7 @@ from torch import Tensor
 from headrace.base.errors import ModelError
 from headrace.data.table import TokenTable
 from headrace.executor.window import accumulate
+from headrace.model.configured import text_config
 
 _TOKENS = 16
 """Tokens of a document of the test."""
@@ -36,13 +37,13 @@ def wants_flat_rows(model: Any) -> bool:
     Flash attention reads the borders of documents from the positions of a single row only. A router loss counts
     every token, and without a mask also padding: one row has none.
     """
-    config = model.config.get_text_config()
+    config = text_config(model.config)
     return "flash" in str(config._attn_implementation) or bool(getattr(config, "output_router_logits", False))
 
 
 def refuse_without_positions(model: Any, sequence_length: int) -> None:
     """Raise ModelError for what needs no run to be seen; cheap, so that it is told before data is read."""
-    name, config = type(model).__name__, model.config.get_text_config()
+    name, config = type(model).__name__, text_config(model.config)
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         raise ModelError(f"{name} cannot keep packed documents apart", "it takes no position_ids", _ADVICE)
     chunk = getattr(config, "attention_chunk_size", None)

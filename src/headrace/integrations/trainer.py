@@ -24,6 +24,7 @@ from headrace.integrations.trainer_batches import batch_shape
 from headrace.integrations.trainer_log import GradNorm, Meter, logits_as_tensors, tell_placement
 from headrace.integrations.trainer_loss import StreamedLabelSmoother
 from headrace.integrations.trainer_record import RunRecorder
+from headrace.model.configured import text_config
 from headrace.report.record import TRACES
 from headrace.session.measuring import clip
 from headrace.session.session import Session
@@ -175,8 +176,7 @@ class StreamedTraining(_Base):
         if "batch_shape" in self._setup.options:
             return None
         config: Any = getattr(self.model, "config", None)
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        positions = getattr(text, "max_position_embeddings", None)
+        positions = getattr(text_config(config), "max_position_embeddings", None)
         return batch_shape(self.args, self.train_dataset, self.data_collator, positions)
 
     def _begin(self, session: Session) -> None:

@@ -1,7 +1,7 @@
 """Builds a transformers model without its weights: every parameter is parked at the source that it will be read from.
 
-Construction runs with parameters on meta and buffers for real, so tables that no checkpoint holds (rotary frequencies,
-embedding scales) are computed by the model itself, in its own precision. No memory of a weight's size is kept.
+Construction (`empty.py`) runs with parameters on meta and buffers for real, so tables that no checkpoint holds (rotary
+frequencies, embedding scales) are computed by the model itself, in its own precision.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import difflib
 import hashlib
 import os
 import re
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from headrace.base.events import EventLog
 from headrace.base.units import plural
 from headrace.files.safetensors import TensorReader
 from headrace.model.conversion import ConversionPlan, plan_conversion
+from headrace.model.empty import build_empty
 from headrace.model.foreign_files import Packed, packed_source, refuse_other_forms, refuse_unread
 from headrace.model.parked import park, placeholder
 from headrace.model.quantised import AUTO, WISH, mark
@@ -34,8 +34,6 @@ _SCALES = re.compile(
     r"(weight_scale(_inv|_2)?|(input|output|[qkv])_scale|_scale_inv|scales|absmax|quant_map|quant_state\..*|qweight"
     r"|qzeros|zero_point|g_idx|SCB|weight_format|weight_packed|weight_shape|_blocks)$"
 )
-_BUILDING = threading.Lock()
-"""Libraries patch torch for the whole process while a model is built empty: two at a time would leave it patched."""
 _DOWNLOAD = ["*.safetensors", "*.safetensors.index.json", "*.json"]
 
 
@@ -71,11 +69,7 @@ def load_model(
     reader = None if random_weights else (packed and packed.open(place)) or _open_weights(place)
     try:
         config.dtype = _pick_dtype(dtype, config, reader)
-        try:
-            model = _build_empty(config, trust_remote_code, implementations)
-        except ImportError as error:
-            raise ModelError(f"{folder_or_id} cannot be built without more packages", " ".join(str(error).split()),
-                             "Install what is named, and try again") from error  # fmt: skip
+        model = build_empty(config, trust_remote_code, implementations)
         _attach_source(model, reader, events, packed)
         if precision is not None:
             mark(model, precision, events)
@@ -203,24 +197,6 @@ def _pick_dtype(dtype: torch.dtype | str | None, config: Any, reader: TensorRead
         raise OptionError("dtype is not one a model trains in", f"got {choice!r}", "Use bfloat16, float32 or float16")
     picked: torch.dtype = choice
     return picked
-
-
-def _build_empty(config: Any, trust_remote_code: bool, implementations: Mapping[str, Any]) -> Any:
-    """The model class for `config`, built with parameters on meta and buffers for real; ties are not made yet."""
-    import transformers
-    from accelerate import init_empty_weights
-    from transformers import AutoModel, AutoModelForCausalLM, initialization
-
-    causal = AutoModelForCausalLM
-    remote = trust_remote_code and causal.__name__ in (getattr(config, "auto_map", None) or {})
-    named = next((name for name in config.architectures or [] if hasattr(transformers, name)), None)
-    options = {"dtype": config.dtype, **implementations}
-    with _BUILDING, initialization.no_init_weights(), init_empty_weights(include_buffers=False):
-        if remote or type(config) in causal._model_mapping:
-            return causal.from_config(config, trust_remote_code=trust_remote_code, **options)
-        if named is not None:
-            return getattr(transformers, named)._from_config(config, **options)
-        return AutoModel.from_config(config, trust_remote_code=trust_remote_code, **options)
 
 
 def _attach_source(model: Any, reader: TensorReader | None, events: EventLog, packed: Packed | None = None) -> None:

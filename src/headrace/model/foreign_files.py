@@ -20,6 +20,7 @@ from headrace.base.errors import FormatError, ModelError
 from headrace.base.units import plural
 from headrace.codec.packed import views
 from headrace.kernels.code_tables import dynamic_values, nf4_values
+from headrace.model.configured import text_config
 from headrace.model.packed_files import METHOD, InFiles, PackedFolder
 from headrace.model.quantised import entry_of, park_packed
 from headrace.spec.codecs import NESTED_BLOCK, Part, codec_named
@@ -54,7 +55,7 @@ class Packed(Protocol):
 def packed_source(config: Any, place: Any) -> Packed | None:
     """The packed weights of a folder, as its configuration names them; it names none from then on. None for an ordinary
     folder. Raises ModelError for what another library has quantised in a way that is not read here."""
-    for part in (config, config.get_text_config()):
+    for part in (config, text_config(config)):
         found = getattr(part, "quantization_config", None)
         if found:
             told: dict[str, Any] = found if isinstance(found, dict) else vars(found)
@@ -66,7 +67,7 @@ def packed_source(config: Any, place: Any) -> Packed | None:
 
 def refuse_unread(config: Any, place: Any) -> None:
     """Raise ModelError for a folder that another library has quantised in a way that is not read here."""
-    for part in (config, config.get_text_config()):
+    for part in (config, text_config(config)):
         found = getattr(part, "quantization_config", None)
         if found:
             _source(found if isinstance(found, dict) else vars(found), place)

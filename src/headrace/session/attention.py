@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from headrace.base.events import EventLog
 from headrace.hardware.attention import DIFFERS, NAMES, Shape, attention_kernels, preferring
+from headrace.session.subject import attention_of
 
 AUTO = "auto"
 CLOSE = 0.97
@@ -89,10 +90,7 @@ def _first(name: str) -> tuple[str, ...]:
 
 def shape_of(config: Any, hidden: Tensor) -> Shape | None:
     """That of a transformers model's attention on hidden states (rows, tokens, features); None when it does not say."""
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    heads = getattr(config, "num_attention_heads", None)
-    if not isinstance(heads, int) or heads < 1:
+    found = attention_of(config, hidden.shape[-1])
+    if found is None:
         return None
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or hidden.shape[-1] // heads
-    return Shape(hidden.shape[0], heads, kv_heads, hidden.shape[1], head_dim)
+    return Shape(hidden.shape[0], found.heads, found.kv_heads, hidden.shape[1], found.head_dim)

@@ -13,6 +13,7 @@ from headrace.base.events import EventLog
 from headrace.hardware import limits
 from headrace.hardware.profile import known_profile
 from headrace.kernels.threads import available_threads
+from headrace.model.configured import text_config, told
 from headrace.model.units import Anatomy
 from headrace.plan.place import Budgets
 from headrace.plan.subject import Attention, Subject
@@ -27,7 +28,7 @@ def subject_of(model: nn.Module, anatomy: Anatomy, spec: ModelSpec | None = None
     """The model as it is divided and stored. What its configuration does not tell is read from its weights."""
     spec = spec or anatomy.spec
     whole: Any = getattr(model, "config", None)
-    config = whole.get_text_config() if hasattr(whole, "get_text_config") else None
+    config = text_config(whole)
     return Subject(
         type(model).__name__, spec, tuple(predicted(anatomy)), _hidden(config, spec), attention_of(config),
         active_of(config), _dtype(spec), getattr(config, "max_position_embeddings", None),
@@ -48,19 +49,25 @@ def predicted(anatomy: Anatomy) -> list[Visit]:
     return visits
 
 
-def attention_of(config: Any) -> Attention | None:
-    heads = getattr(config, "num_attention_heads", None)
-    if not isinstance(heads, int):
+def attention_of(config: Any, hidden: int | None = None) -> Attention | None:
+    """Causal attention on states of `hidden` features; None where the configuration does not tell its heads. Where keys
+    and values differ in size: their mean, as both products take as long."""
+    config = text_config(config)
+    heads, hidden = told(config, "num_attention_heads"), hidden or told(config, "hidden_size")
+    if not isinstance(heads, int) or heads < 1 or not isinstance(hidden, int):
         return None
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return Attention(heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads)
+    head_dim = told(config, "head_dim") or hidden // heads
+    if told(config, "kv_lora_rank"):  # latent attention: `head_dim` is that of the rotated part alone
+        parts = [told(config, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+        head_dim = sum(part or 0 for part in parts) // 2 or head_dim
+    return Attention(heads, told(config, "num_key_value_heads") or heads, head_dim)
 
 
 def active_of(config: Any) -> float:
     """Share of the experts that a token meets."""
-    chosen = getattr(config, "num_experts_per_tok", None)
+    chosen = told(config, "num_experts_per_tok")
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        count = getattr(config, name, None)
+        count = told(config, name)
         if isinstance(count, int) and isinstance(chosen, int) and count > 0:
             return min(1.0, chosen / count)
     return 1.0
@@ -68,7 +75,7 @@ def active_of(config: Any) -> float:
 
 def _hidden(config: Any, spec: ModelSpec) -> int:
     """Features between blocks: those that most matrices of the blocks take or give."""
-    size = getattr(config, "hidden_size", None)
+    size = told(config, "hidden_size")
     if isinstance(size, int):
         return size
     sides = Counter(side for unit in spec.units if unit.kind == BLOCK for entry in unit.weights.entries

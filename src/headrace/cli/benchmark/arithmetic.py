@@ -18,22 +18,11 @@ from torch import nn
 from headrace.cli.benchmark.work import Work
 from headrace.hardware.rates import attention_seconds, linear_seconds
 from headrace.model.blocks import find_blocks
+from headrace.plan.subject import Attention
+from headrace.session.subject import attention_of
 
 ENOUGH = 8192
 """Tokens that a matmul is measured with at most: more are as many times slower."""
-
-
-@dataclass(frozen=True)
-class Attention:
-    """Causal attention of all blocks."""
-
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-    def forward_flops(self, rows: int, sequence: int) -> int:
-        return 2 * self.layers * rows * self.heads * self.head_dim * sequence * sequence
 
 
 @dataclass(frozen=True)
@@ -61,6 +50,8 @@ class Arithmetic:
     head: tuple[int, int, bool] | None
     """(words, hidden size, whether it trains) of the head."""
     attention: Attention | None
+    """Of one block."""
+    blocks: int
     unknown: str
     """Why the FLOPs are not known; "" where they are."""
 
@@ -75,7 +66,7 @@ class Arithmetic:
 
     def model_flops(self, work: Work) -> float:
         """Of one step, without recompute."""
-        attended = self.attention.forward_flops(work.rows, work.sequence) if self.attention else 0
+        attended = self.blocks * self.attention.forward_flops(work.rows, work.sequence) if self.attention else 0
         return (
             6.0 * self.weights(True) + 4.0 * self.weights(False)
         ) * work.tokens + 3.0 * work.micro_batches * attended
@@ -100,7 +91,7 @@ class Arithmetic:
         if self.attention:
             measured = max(1, min(rows, work.rows, ENOUGH // work.sequence))
             forward, backward = self._attend(measured, work.sequence, dtype, device)
-            times = self.attention.layers * work.micro_batches * work.rows / measured
+            times = self.blocks * work.micro_batches * work.rows / measured
             first += times * forward
             then += times * (recompute * forward + backward)
         return Alone(first, then, flops / spent)
@@ -138,14 +129,7 @@ def arithmetic_of(model: Any) -> Arithmetic:
         for name, parameter in block.named_parameters():
             if parameter.dim() > 2:
                 experts = f"{name} has {parameter.dim()} dimensions: how many of its weights a token meets is not known"
-    config = model.config.get_text_config()
-    attention = None
-    heads = getattr(config, "num_attention_heads", None)
-    if isinstance(heads, int):
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        attention = Attention(len(blocks), heads, kv_heads, head_dim)
     head = model.get_output_embeddings()
     weight = None if head is None else head.weight
     words = None if weight is None else (int(weight.shape[0]), int(weight.shape[1]), bool(weight.requires_grad))
-    return Arithmetic(dict(linears), words, attention, experts)
+    return Arithmetic(dict(linears), words, attention_of(model.config), len(blocks), experts)

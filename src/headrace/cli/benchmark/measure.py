@@ -20,6 +20,7 @@ from headrace.cli.benchmark.work import Work
 from headrace.hardware.limits import peak_rss, reset_peak_rss
 from headrace.hardware.rates import settle
 from headrace.hardware.used import clocks, device_used
+from headrace.model.configured import text_config
 from headrace.session.measuring import LaneRates, clip, lane_rates
 from headrace.session.session import Session
 
@@ -125,7 +126,7 @@ class Bench:
         own, card = device_used(session.device)
         reserved = report["device"]["peak"]
         blocks = [unit for unit in session.spec.units if unit.kind == "block"]
-        hidden = session.model.config.get_text_config().hidden_size  # type: ignore[union-attr,operator]
+        hidden = text_config(session.model.config).hidden_size
         whole = all(entry.trainable for _, _, entry in session.spec.pieces())
         each = 12.5 if work.max_grad_norm is None else 14.5
         bound = each * session.spec.parameters + 2 * len(blocks) * work.tokens * hidden + (4 << 30)

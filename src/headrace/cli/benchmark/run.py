@@ -40,6 +40,7 @@ from headrace.cli.output import lasting
 from headrace.cli.signals import Stop, Stopped
 from headrace.hardware.limits import computes_bf16, peak_rss
 from headrace.kernels.threads import available_threads, threads
+from headrace.model.configured import text_config
 
 MISTAKES = (DataError, FormatError, ModelError, OptimizerError, OptionError, PlanError)
 """Errors of opening a session that other flags or another model would not have."""
@@ -220,7 +221,7 @@ class _Runs:
 
 
 def _refuse_long(model: Any, longest: int) -> None:
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = getattr(text_config(model.config), "max_position_embeddings", None)
     if limit and longest > limit:
         raise OptionError(f"a row has {longest} tokens", f"the model has {limit} positions", "Use shorter rows")
 

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from headrace.base.errors import OptionError
 from headrace.base.units import parse_bytes
 from headrace.cli.config_file import ConfigError
@@ -18,6 +20,7 @@ from headrace.cli.planning.machine import machine_of
 from headrace.cli.planning.model import stored_as, subject_named
 from headrace.cli.planning.picture import picture
 from headrace.cli.profile import measuring
+from headrace.cli.progress import unseen, waiting_on
 from headrace.files.atomic import write_file
 from headrace.plan.modes import MODES
 from headrace.plan.outlook import Asked, Outlook, budgets_of, chosen, largest, outlooks, upgrades
@@ -44,7 +47,10 @@ def run(request: Request) -> int:
     modes = MODES if method is None else tuple(mode for mode in MODES if mode.packed)
     name = _model_word(request)
     packed = name if method is not None else name + PACKED
-    found = outlooks(base, profile, budgets, asked, modes)
+    console = Console(stderr=True)
+    waiting = waiting_on(console) if console.is_terminal else unseen  # seconds to half a minute
+    with waiting(f"simulating {len(modes)} ways to train {base.name}"):
+        found = outlooks(base, profile, budgets, asked, modes)
     best = chosen(found)
     flags = [_flags(request, packed if each.mode.packed else name, each) for each in found]
     if request.as_json:
@@ -53,10 +59,13 @@ def run(request: Request) -> int:
         print(told.table(base, profile, budgets, asked, found, sizes["endurance"], method))
         print(told.commands(found, [shlex.join(words) for words in flags], name, packed))
         if best is None:
-            print(told.instead(largest(base, profile, budgets, asked), asked))
+            with waiting("looking for what fits instead"):
+                instead = largest(base, profile, budgets, asked)
+            print(told.instead(instead, asked))
     if request.why:
         shown = best or min((each for each in found if each.mode.ready), key=lambda each: each.shortfall)
-        better = upgrades(shown.mode, base, profile, asked, shown, *limits)
+        with waiting("simulating upgrades"):
+            better = upgrades(shown.mode, base, profile, asked, shown, *limits)
         print(told.why(shown, profile, budgets, better), file=sys.stderr if request.as_json else sys.stdout)
     if request.plot is not None:
         drawn = best or next((each for each in found if each.fits), None)
