@@ -13,6 +13,8 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests make their own models and tokenizers
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+for _name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+    os.environ.pop(_name, None)  # whether an output is a terminal is what some tests are about
 CACHE = tempfile.TemporaryDirectory(prefix="headrace-tests-")  # profiles of this machine stay as they are
 os.environ["HEADRACE_CACHE_DIR"] = CACHE.name
 

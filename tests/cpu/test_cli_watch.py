@@ -9,6 +9,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -164,6 +165,14 @@ def test_the_terminal_closes(world: tuple[Path, Path], tmp_path: Path, controlle
         assert len(run.steps) == steps and (tmp_path / "out" / "model.safetensors").exists()
         (event,) = [event for event in run.events if event["event"] == "output"]
         assert event["numbers"]["reason"] == os.strerror(errno.EIO)
+
+
+def test_nothing_to_write_to(world: tuple[Path, Path], tmp_path: Path) -> None:
+    """Both outputs closed by whoever started the run."""
+    command = shlex.join([sys.executable, "-c", PROGRAM, *arguments(*world, tmp_path / "out")])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])}
+    assert subprocess.run(f"{command} >&- 2>&-", shell=True, env=environment).returncode == 0
+    assert len(read(tmp_path / "out" / "log.jsonl").steps) == 6
 
 
 def test_without_a_terminal_there_are_plain_lines(world: tuple[Path, Path], tmp_path: Path) -> None:

@@ -14,10 +14,16 @@ class Lasting:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._terminal = stream.isatty()
         self.lost: str | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+    def isatty(self) -> bool:
+        """A terminal that was closed is still one until a write fails: who asks before each write would write no more,
+        and nobody would know."""
+        return self._terminal and self.lost is None
 
     def write(self, text: str) -> int:
         """Characters taken: all, whether they can be shown or not."""
@@ -47,9 +53,10 @@ class Lasting:
 def lasting() -> Iterator[Lasting]:
     """Inside, what Python prints is lasting, errors too. Gives the standard output."""
     before = sys.stdout, sys.stderr
-    output, errors = Lasting(sys.stdout), Lasting(sys.stderr)
-    sys.stdout, sys.stderr = output, errors
-    try:
-        yield output
-    finally:
-        sys.stdout, sys.stderr = before
+    with open(os.devnull, "w") as nowhere:  # Python has no stream where the file was closed before it started
+        output, errors = (Lasting(stream or nowhere) for stream in before)
+        sys.stdout, sys.stderr = output, errors
+        try:
+            yield output
+        finally:
+            sys.stdout, sys.stderr = before

@@ -48,7 +48,7 @@ def build_empty(config: Any, trust_remote_code: bool, implementations: Mapping[s
         raise ModelError(
             f"transformers cannot build the model of this {type(config).__name__}",
             f"{type(error).__name__}: {' '.join(str(error).split())}",
-            "Compare config.json with that of a model of this kind, and the version of transformers that wrote it",
+            "Check config.json, the version of transformers that wrote it, and the overrides that were given",
         ) from error
 
 
