@@ -24,7 +24,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from cpu.test_cli_world import PROGRAM, TESTS, arguments, headrace, save_data, save_model
+from cpu.test_cli_world import PROGRAM, arguments, environment, headrace, save_data, save_model
 from headrace.base.events import EventLog
 from headrace.cli import cooling
 from headrace.cli.cooling import Cooling
@@ -107,11 +107,9 @@ def in_a_terminal(
     """Run `headrace` on a terminal of its own: exit code and everything it wrote. `then`: called as output comes,
     closes the terminal with True. `controlled`: the terminal sends signals, also when it closes."""
     ours, theirs = pty.openpty()
-    path = os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "100", "LINES": "40"}
-    environment["TERM"] = "xterm-256color"
+    terminal = {**environment(), "COLUMNS": "100", "LINES": "40", "TERM": "xterm-256color"}
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *argv], env=environment, stdin=theirs, stdout=theirs, stderr=theirs,
+        [sys.executable, "-c", PROGRAM, *argv], env=terminal, stdin=theirs, stdout=theirs, stderr=theirs,
         start_new_session=True, preexec_fn=(lambda: fcntl.ioctl(0, termios.TIOCSCTTY)) if controlled else None,
     )  # fmt: skip
     os.close(theirs)
@@ -170,8 +168,7 @@ def test_the_terminal_closes(world: tuple[Path, Path], tmp_path: Path, controlle
 def test_nothing_to_write_to(world: tuple[Path, Path], tmp_path: Path) -> None:
     """Both outputs closed by whoever started the run."""
     command = shlex.join([sys.executable, "-c", PROGRAM, *arguments(*world, tmp_path / "out")])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])}
-    assert subprocess.run(f"{command} >&- 2>&-", shell=True, env=environment).returncode == 0
+    assert subprocess.run(f"{command} >&- 2>&-", shell=True, env=environment()).returncode == 0
     assert len(read(tmp_path / "out" / "log.jsonl").steps) == 6
 
 

@@ -85,13 +85,17 @@ def headrace(*argv: str) -> tuple[int, str]:
 PROGRAM = "from headrace.cli.main import main; main()"
 
 
+def environment() -> dict[str, str]:
+    """In which a process of its own finds the command line and the tests."""
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
 def start(*argv: str, program: str = PROGRAM) -> subprocess.Popen[str]:
     """Run the command line in a process of its own."""
-    path = os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, "-c", program, *argv],
-        env=environment,
+        env=environment(),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 import headrace
-from adapted import all_adapters, lora
 from against_plain import adamw, assert_close, batch, hf_loss, llama, streamed, weights
 from headrace.base.errors import PlanError, StoreError
 from headrace.executor import trial
@@ -28,7 +27,6 @@ from headrace.session.tiers import survey
 from headrace.spec.model import BLOCK
 from headrace.spec.placement import DEVICE, KEEP, RECOMPUTE
 from headrace.store.regions import Regions
-from quantised_models import every
 from tiny_runs import assert_same, everything
 
 
@@ -167,25 +165,6 @@ def test_a_move_that_the_system_refuses_leaves_all_where_it_was(monkeypatch: pyt
             assert Moving(session._stream).free(1, "it is asked to") > 0 and near(ours) < before
             steps(ours, optimizer, [2])
     assert_same(found[1], found[0])
-
-
-@pytest.mark.parametrize("quantize", [None, "nf4"])
-def test_frozen_blocks_leave_the_device(monkeypatch: pytest.MonkeyPatch, quantize: str | None) -> None:
-    """A base without a home elsewhere, as it is or compressed, under adapters that stay."""
-    pytest.importorskip("peft")
-    plain, found = lora(llama(4, torch.bfloat16)), []
-    options = {} if quantize is None else {"quantize": every(quantize)}
-    for short in (False, True):
-        with streamed(plain, all_adapters, placement="auto", **options) as (ours, optimizer):
-            before = near(ours)
-            if short:
-                Short(ours, monkeypatch, 10_000, 25_000, "forward", "base_model.model.model.layers")
-            losses = steps(ours, optimizer, [2, 6, 2], micro_batches=2)
-            found.append((losses, everything(ours)))
-            if short:
-                assert near(ours) < before and moved(ours)
-    assert found[0][0] == found[1][0]
-    assert_same(found[1][1], found[0][1])
 
 
 def test_what_comes_after(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
