@@ -27,8 +27,9 @@ LENGTHS = (SHORT, SHORT, LONG, LONG, SHORT)
 
 
 @pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)  # where it only warns, attention adds in any order
     gc.collect()  # what tests before have left is no part of what is measured here
     torch.cuda.empty_cache()
     yield

@@ -30,8 +30,9 @@ MARGIN = 100 << 20
 
 
 @pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)  # where it only warns, attention adds in any order
     yield
     torch.use_deterministic_algorithms(False)
     torch.cuda.set_per_process_memory_fraction(1.0)

@@ -13,6 +13,7 @@ from torch import Tensor
 import headrace
 from against_plain import adamw, batch, hf_loss, llama, streamed
 from headrace.executor import trial
+from headrace.executor.actions import Updated
 from headrace.plan import updates
 from headrace.session.adapting import MEASURED, ROUNDS, SETTLED, Adapting, weights_by_side
 
@@ -25,20 +26,20 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Machine:
-    """Lanes that take so many seconds for a weight, and the host some more each step."""
+    """Lanes that take so many seconds for a weight."""
 
-    def __init__(self, session: Any, host: float, device: float, more: float = 0.0) -> None:
-        self.session, self.each, self.more = session, {"host": host, "device": device}, more
-        self.busy, self.updated = {"host": 0.0, "device": 0.0, "h2d": 1.0}, {"host": 0, "device": 0}
+    def __init__(self, session: Any, host: float, device: float) -> None:
+        self.session, self.each = session, {"host": host, "device": device}
+        self.updated = {"host": Updated(), "device": Updated()}
 
     def step(self) -> None:
         for side, weights in weights_by_side(self.session.spec, self.session.placement).items():
-            self.busy[side] += weights * self.each[side] + self.more * (side == "host")
-            self.updated[side] += weights
+            self.updated[side].seconds += weights * self.each[side]
+            self.updated[side].weights += weights
 
     def adapts(self, free: bool = True) -> None:
         session = self.session
-        session._adapting = Adapting(session._stream.regions, lambda: self.busy, self.updated, session.events, free)
+        session._adapting = Adapting(session._stream.regions, self.updated, session.events, free)
 
 
 def trained(plain: Any, steps: int, machine: tuple[float, ...] | None, **options: Any) -> tuple[dict[str, Tensor], Any]:
@@ -118,3 +119,24 @@ def test_an_option_is_an_answer() -> None:
     for update in ("host", "both"):
         with streamed(llama(3), adamw, placement=HOST, update=update) as (ours, _):
             assert not headrace.session(ours).adapting
+
+
+def test_guesses_say_nothing_about_the_sides() -> None:
+    """They are made beside a backward, which slows them down, and stay on the host whatever the others do."""
+    steps = 6
+    options = {"placement": HOST, "update": "both", "accumulation": 1, "max_grad_norm": 1e9, "host_memory": "3GiB"}
+    with streamed(llama(8, torch.bfloat16), adamw, **options) as (ours, optimizer):
+        session = headrace.session(ours)
+        blocks = {unit.index: unit for unit in session.spec.units}
+        guessed, make = [], session._actions.guesses.make
+        session._actions.guesses.make = lambda unit, *rest: [guessed.append(unit), make(unit, *rest)][1]
+        for step in range(steps):
+            hf_loss(ours, batch(3, 9, seed=step, vocabulary=257)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        session.wait()
+        whole = sum(weights_by_side(session.spec, session.placement).values())
+        early = sum(entry.numel for unit in guessed for entry in blocks[unit].trained.entries)
+        found = session._actions.updated
+        assert early and set(found) == {"host", "device"} and all(one.seconds > 0.0 for one in found.values())
+        assert sum(one.weights for one in found.values()) == steps * whole - early

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -47,6 +48,15 @@ class Traffic:
 
 
 @dataclass
+class Updated:
+    """What one lane has updated since the session opened, where it was known already what is done with the gradients:
+    weights whose state is in host memory or on the disk, and the seconds that they took."""
+
+    weights: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
 class Actions:
     """Binds verbs to stores, ledger and rule."""
 
@@ -70,8 +80,8 @@ class Actions:
     guesses: Guesses = field(default_factory=Guesses)
     log_stages: LogStages = field(init=False)
     previews: Previews = field(init=False)
-    updated: Counter[str] = field(default_factory=Counter)
-    """Weights whose state is in host memory or on the disk that each lane has updated by now."""
+    updated: dict[str, Updated] = field(default_factory=lambda: defaultdict(Updated))
+    """By lane."""
 
     def __post_init__(self) -> None:
         self.on_device = DeviceUpdates(self.regions)
@@ -208,21 +218,21 @@ class Actions:
 
     def _apply(self, op: Op, notes: Notes, scale: float) -> torch.cuda.Event | None:
         calls = self._calls(op, notes["groups"], scale)
-        self._count(op)
-        if op.lane == DEVICE != self.regions.placement.state[op.unit]:  # as it was placed when its program was built
-            return self.on_device.run(calls)
-        for call in calls:
-            call.run()
-        return None
-
-    def _count(self, op: Op) -> None:
-        if self.regions.placement.state[op.unit] != DEVICE:
-            self.updated[op.lane] += sum(entry.numel for entry in self.regions.spec.units[op.unit].trained.entries)
+        stays, end, start = self.regions.placement.state[op.unit] == DEVICE, None, time.perf_counter()
+        if op.lane == DEVICE and not stays:  # as it was placed when its program was built
+            end = self.on_device.run(calls)
+        else:
+            for call in calls:
+                call.run()
+        if not stays:
+            found = self.updated[op.lane]
+            found.weights += sum(entry.numel for entry in self.regions.spec.units[op.unit].trained.entries)
+            found.seconds += time.perf_counter() - start
+        return end
 
     def _guess(self, op: Op, notes: Notes) -> None:
         groups: list[Hyper] = notes["groups"]
         calls = self._calls(op, groups, 1.0)
-        self._count(op)
         log, present = self._log(op.place), self.ledger.present[op.unit]
         self.guesses.make(op.unit, log, calls, notes["step"], groups, present)
 

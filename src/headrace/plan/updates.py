@@ -18,9 +18,10 @@ DEVICE_COST = 1.65
 """Time of an update that passes the device, relative to one on the host at the same time: 0.50 to 0.61 and 0.32 to 0.34
 ns an element on machines with 16 cores and a PCIe 5 link, whose memory both share."""
 
-LOG_SHARE = 0.55
-"""Bytes of logs for each parameter of the model: with clipping a step holds 14 and this."""
-
+LOG_SHARE = 0.68
+"""Bytes of logs for each parameter of the model: with clipping a step holds 14 and this,"""
+LARGE_SHARE, LARGE_MORE = 0.5, 1 << 30
+"""or this for each and so many more, where that is less."""
 
 LATE_SHARE = 0.3
 """Bytes of gradients of late units for each parameter of the model: without clipping a step holds 12 and this."""
@@ -85,14 +86,15 @@ def place_logs(
     spec: ModelSpec, placement: Placement, budgets: Budgets, reserve: int | None = None
 ) -> tuple[Placement, str]:
     """The placement with logs for updates that are guessed, and what was decided: as many as LOG_SHARE and the host's
-    memory allow, and those of other blocks on the device. `reserve`: device memory that activations take; None: no one
-    knows, and none is used."""
+    memory allow, and those of other blocks on the device. `reserve`: device memory that activations take; None:
+    no one knows, and none is used."""
     size = log_place_bytes(spec, placement)
     able = sum(keeps_log(unit, placement) for unit in spec.units)
     if not able:
         return placement, "none: no optimizer state of blocks is in host memory"
-    room = min(LOG_SHARE * spec.parameters, _room(spec, placement, budgets) * (1 - WORK_SHARE))
-    count = min(able, max(0, int(room // size)))
+    wanted = min(LOG_SHARE * spec.parameters, LARGE_SHARE * spec.parameters + LARGE_MORE)
+    room = budgets.host - host_bytes(footprint(spec, placement), budgets)
+    count = min(able, max(0, int(min(wanted, room * (1 - WORK_SHARE)) // size)))
     distant = 0
     if count > LOG_STAGES and not budgets.shared:  # their stages take the place of logs
         distant = min(able - (count - LOG_STAGES), _distant(spec, placement, budgets, size, reserve))
@@ -102,10 +104,6 @@ def place_logs(
     return replace(
         placement, logs=count, device_logs=distant
     ), f"logs for the updates of {plural(count + distant, 'block')} fit"
-
-
-def _room(spec: ModelSpec, placement: Placement, budgets: Budgets) -> int:
-    return budgets.host - host_bytes(footprint(spec, placement), budgets)
 
 
 def _distant(spec: ModelSpec, placement: Placement, budgets: Budgets, size: int, reserve: int | None) -> int:

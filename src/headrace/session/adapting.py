@@ -6,9 +6,11 @@ first steps show the real one. A unit that is updated on the other side has the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 
 from headrace.base.events import EventLog
+from headrace.executor.actions import Updated
 from headrace.plan.updates import passing_at
 from headrace.spec.footprint import footprint, passes_device
 from headrace.spec.model import ModelSpec
@@ -26,18 +28,15 @@ WORTH = 0.02
 
 
 class Adapting:
-    """Told of each step. `busy`: seconds that each lane has worked by now. `updated`: weights that each has updated.
-    `free`: the choice is left to Headrace."""
+    """Told of each step. `updated`: by lane. Guessed updates are none of these: the host makes them beside a backward,
+    which leaves it less of the memory, and nothing could be moved from it. `free`: the choice is left to Headrace."""
 
-    def __init__(
-        self, regions: Regions, busy: Callable[[], Mapping[str, float]], updated: Mapping[str, int], events: EventLog,
-        free: bool,
-    ) -> None:  # fmt: skip
-        self._regions, self._busy, self._updated, self._events = regions, busy, updated, events
+    def __init__(self, regions: Regions, updated: Mapping[str, Updated], events: EventLog, free: bool) -> None:
+        self._regions, self._updated, self._events = regions, updated, events
         self.under_way = free and any(passes_device(unit, regions.placement) for unit in regions.spec.units)
         self._first = SETTLED
         """Step at whose end the clock starts."""
-        self._began: Mapping[str, tuple[float, int]] = {}
+        self._began: Mapping[str, Updated] = {}
         self._rounds = 0
 
     def step(self, number: int) -> None:
@@ -47,22 +46,21 @@ class Adapting:
         if number == self._first:
             self._began = self._so_far()
         elif number == self._first + MEASURED:
-            spent = {side: (seconds - self._began[side][0], weights - self._began[side][1])
-                     for side, (seconds, weights) in self._so_far().items()}  # fmt: skip
+            spent = {side: Updated(now.weights - self._began[side].weights, now.seconds - self._began[side].seconds)
+                     for side, now in self._so_far().items()}  # fmt: skip
             self._rounds += 1
             self._first = number + 2  # what is queued by now runs as it was placed before
             self.under_way = self._correct(spent) and self._rounds < ROUNDS
 
-    def _so_far(self) -> dict[str, tuple[float, int]]:
-        busy = self._busy()
-        return {side: (busy.get(side, 0.0), self._updated.get(side, 0)) for side in (HOST, DEVICE)}
+    def _so_far(self) -> dict[str, Updated]:
+        return {side: replace(self._updated.get(side, Updated())) for side in (HOST, DEVICE)}
 
-    def _correct(self, spent: Mapping[str, tuple[float, int]]) -> bool:
+    def _correct(self, spent: Mapping[str, Updated]) -> bool:
         """Place updates by the seconds that each side took for so many weights. False where it is not worth it."""
         regions, placement = self._regions, self._regions.placement
-        if not all(seconds > 0.0 and weights > 0 for seconds, weights in spent.values()):
+        if not all(one.seconds > 0.0 and one.weights > 0 for one in spent.values()):
             return False
-        each = {side: seconds / weights for side, (seconds, weights) in spent.items()}
+        each = {side: one.seconds / one.weights for side, one in spent.items()}
         moved = passing_at(regions.spec, placement, each[DEVICE] / each[HOST])
         before, after = (weights_by_side(regions.spec, way) for way in (placement, moved))
         slower = max(each[side] * before[side] for side in (HOST, DEVICE))

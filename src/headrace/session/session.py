@@ -83,8 +83,8 @@ class Session:
         self._tracing = Tracing(self)
         self._watchdog = Watchdog(events, self._executor.seconds, plan)
         self._collections = Collections(events, stream.roots.busy)
-        busy, free = self._executor.seconds, options.update == "auto"
-        self._adapting = Adapting(stream.regions, busy, self._actions.updated, events, free)
+        free = options.update == "auto" and options.overlap
+        self._adapting = Adapting(stream.regions, self._actions.updated, events, free)
         self._trial = Trial(budgets.device, stream.sink, stream.regions, events, checks=options.check_memory,
                             adapts=options.activations == "auto", divides=options.rows is None,
                             moving=Moving(stream))  # fmt: skip

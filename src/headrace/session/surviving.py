@@ -77,13 +77,22 @@ def repeat_forwards(session: Session, undo: list[Callable[[], None]]) -> None:
     model = session.model
     own, original = model.__dict__.get("forward"), model.forward
 
+    def begin(given: tuple[tuple[Any, ...], dict[str, Any]]) -> Begun:
+        attempts(begun := Begun(session, given))
+        if (step := _STEP.get()) is not None:
+            step.append(begun)
+        return begun
+
+    def take_back(begun: Begun, reason: str) -> None:
+        if not begun.taken_back() or not begun.frees(reason):
+            raise begun.told(reason)
+
+    begin, take_back = torch.compiler.disable(begin), torch.compiler.disable(take_back)
+
     @functools.partial(torch.compiler.disable, recursive=False)
     @functools.partial(functools.wraps, updated=())(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        begun = Begun(session, (args, kwargs))
-        attempts(begun)
-        if (step := _STEP.get()) is not None:
-            step.append(begun)
+        begun = begin((args, kwargs))
         if in_window() or torch._C._current_graph_task_id() != -1:
             return original(*args, **kwargs)
         while True:
@@ -91,8 +100,7 @@ def repeat_forwards(session: Session, undo: list[Callable[[], None]]) -> None:
                 return original(*args, **kwargs)
             except torch.OutOfMemoryError as error:
                 reason = str(error)  # the error itself would hold what its frames hold
-            if not begun.taken_back() or not begun.frees(reason):
-                raise begun.told(reason)
+            take_back(begun, reason)
 
     def remove() -> None:
         if own is None:
