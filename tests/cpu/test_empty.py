@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -38,6 +39,39 @@ def test_tables_are_real(family: str, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(empty, "LARGE", 1)
     tiny.assert_same_values(load_model(folder), expected)
     assert all(not buffer.is_meta for buffer in load_model(folder).buffers())
+
+
+@pytest.mark.parametrize("large", [1, 20])
+def test_sizes_of_any_kind_and_tables_that_are_no_buffers(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a class of somebody's own may compute and keep them. Of tables, the mask alone has 20 elements."""
+    original = transformers.LlamaForCausalLM.__init__
+
+    def tabled(self: torch.nn.Module, config: transformers.LlamaConfig) -> None:
+        original(self, config)
+        self.register_buffer("slopes", torch.ones(np.prod([2, 3])), persistent=False)  # type: ignore[call-overload]
+        self.mask = [torch.full((torch.tensor(5), 5), -2.0).triu(1)]
+        self.row = torch.zeros(torch.tensor(4))
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "__init__", tabled)
+    monkeypatch.setattr(empty, "LARGE", large)
+    config = transformers.LlamaConfig(
+        vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = empty.build_empty(config, False, {})
+    assert torch.equal(model.slopes, torch.ones(6)) and torch.equal(model.row, torch.zeros(4))
+    assert torch.equal(model.mask[0], torch.full((5, 5), -2.0).triu(1))
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "elements"),
+    [
+        ((), 1), ((3, 4), 12), (((3, 4), 7.0), 12), ((torch.Size([2, 5]),), 10), ((np.int64(3), 2), 6), ("x", 0),
+        ((None,), 0),
+    ],
+)  # fmt: skip
+def test_sizes_as_torch_takes_them(sizes: tuple[object, ...], elements: int) -> None:
+    assert empty._elements(sizes) == elements
 
 
 def test_a_configuration_that_builds_nothing_is_told(tmp_path: Path) -> None:

@@ -6,16 +6,19 @@ that were allocated, or even filled, before. So large tensors are made on meta t
 
 from __future__ import annotations
 
+import math
+import operator
 import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from headrace.base.errors import ModelError
+from headrace.model.containers import leaves
 
 LARGE = 1 << 24
 """Elements from which a tensor is made on meta."""
@@ -56,7 +59,7 @@ def _built(config: Any, trust_remote_code: bool, implementations: Mapping[str, A
     large = _LargeOnMeta()
     try:
         model = _construct(config, trust_remote_code, implementations, large)
-        if not any(buffer.is_meta for buffer in model.buffers()):
+        if not (large.used and _has_meta_tables(model)):
             return model
     except Exception:
         if not large.used:
@@ -87,11 +90,19 @@ def _construct(
     return model
 
 
+def _has_meta_tables(model: nn.Module) -> bool:
+    """Whether a buffer, or a tensor that is an attribute of a module, has no memory."""
+    own = vars(nn.Module()).keys()
+    attributes = (value for module in model.modules() for name, value in vars(module).items() if name not in own)
+    tables = (each for each in leaves([*attributes]) if isinstance(each, Tensor) and not isinstance(each, nn.Parameter))
+    return any(table.is_meta for table in (*model.buffers(), *tables))
+
+
 def _elements(sizes: Any) -> int:
-    """Of a tensor whose size is given as numbers, or as one sequence of them first."""
-    if sizes and not isinstance(sizes[0], int):
-        sizes = sizes[0]
-    count = 1
-    for size in sizes:
-        count *= int(size)
-    return count
+    """Of a tensor whose size is given as numbers, or as one sequence of them first; 0 where it is none of these."""
+    for given in (sizes, sizes[0] if sizes else ()):
+        try:
+            return math.prod(operator.index(size) for size in given)
+        except TypeError:
+            continue
+    return 0

@@ -19,9 +19,9 @@ DEVICE_COST = 1.65
 ns an element on machines with 16 cores and a PCIe 5 link, whose memory both share."""
 
 LOG_SHARE = 0.68
-"""Bytes of logs for each parameter of the model: with clipping a step holds 14 and this,"""
+"""Bytes of logs for each parameter of the model: with clipping a step holds 14 and this."""
 LARGE_SHARE, LARGE_MORE = 0.5, 1 << 30
-"""or this for each and so many more, where that is less."""
+"""Bytes of logs for each parameter, and so many more, of models for which that is less: beyond 6 billion parameters."""
 
 LATE_SHARE = 0.3
 """Bytes of gradients of late units for each parameter of the model: without clipping a step holds 12 and this."""
@@ -86,8 +86,8 @@ def place_logs(
     spec: ModelSpec, placement: Placement, budgets: Budgets, reserve: int | None = None
 ) -> tuple[Placement, str]:
     """The placement with logs for updates that are guessed, and what was decided: as many as LOG_SHARE and the host's
-    memory allow, and those of other blocks on the device. `reserve`: device memory that activations take; None:
-    no one knows, and none is used."""
+    memory allow, and those of other blocks on the device. `reserve`: device memory that activations take; None: no one
+    knows, and none is used."""
     size = log_place_bytes(spec, placement)
     able = sum(keeps_log(unit, placement) for unit in spec.units)
     if not able:
