@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from headrace.base.errors import ModelError
-from headrace.model.containers import leaves
 
 LARGE = 1 << 24
 """Elements from which a tensor is made on meta."""
@@ -91,11 +90,14 @@ def _construct(
 
 
 def _has_meta_tables(model: nn.Module) -> bool:
-    """Whether a buffer, or a tensor that is an attribute of a module, has no memory."""
-    own = vars(nn.Module()).keys()
-    attributes = (value for module in model.modules() for name, value in vars(module).items() if name not in own)
-    tables = (each for each in leaves([*attributes]) if isinstance(each, Tensor) and not isinstance(each, nn.Parameter))
-    return any(table.is_meta for table in (*model.buffers(), *tables))
+    """Whether a buffer, or a tensor that a module has as an attribute or in a container that is one, has no memory."""
+    own, tables = vars(nn.Module()).keys(), [*model.buffers()]
+    for module in model.modules():
+        for value in (value for name, value in vars(module).items() if name not in own):
+            several = value.values() if isinstance(value, dict) else value
+            parts = several if isinstance(value, (dict, list, tuple)) else [value]
+            tables += [part for part in parts if isinstance(part, Tensor) and not isinstance(part, nn.Parameter)]
+    return any(table.is_meta for table in tables)
 
 
 def _elements(sizes: Any) -> int:
